@@ -1,0 +1,35 @@
+# `make demo` and `make test` need Python, pip and git, and fetch everything else into this folder.
+
+VENV := $(or $(UV_PROJECT_ENVIRONMENT),.venv)
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help demo test check bench clean dev
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" passes settings on)
+	@sh tools/install.sh demo
+	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
+
+test: check ## check, then the unit tests, then the slow ones (a real model, or long)
+	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m slow
+
+check: dev ## lint, format, types and import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest --quiet tests/test_imports.py
+
+bench: dev ## run every benchmark; each prints one table
+	@set -e; for bench in bench/*.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
+
+clean: ## remove what was installed or built; runs stay
+	rm -rf .venv .tools .cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+dev:
+	@sh tools/install.sh dev

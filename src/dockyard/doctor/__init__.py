@@ -1,0 +1,90 @@
+"""`dockyard doctor`: what this machine can run, and the command that fixes what it cannot.
+
+Exit code 0 when everything that `make demo` needs works, whatever else is missing.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from dockyard.doctor.checks import CHECKS, Check, Finding, Status, Use
+from dockyard.doctor.machine import Machine, Probe
+
+STYLES = {Status.OK: "green", Status.MISSING: "yellow", Status.BROKEN: "red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Every check with what it found."""
+
+    rows: tuple[tuple[Check, Finding], ...]
+
+    def missing_for(self, use: Use) -> list[str]:
+        """The checks that keep this machine from a use."""
+        return [
+            check.name for check, finding in self.rows if use in check.needed_for and finding.status is not Status.OK
+        ]
+
+    def can_run(self, use: Use) -> bool:
+        return not self.missing_for(use)
+
+
+def examine(probe: Probe) -> Report:
+    """Run every check, all at the same time: together they take as long as the slowest."""
+    with ThreadPoolExecutor(max_workers=len(CHECKS)) as pool:
+        findings = [pool.submit(check.look, probe) for check in CHECKS]
+        return Report(rows=tuple((check, found.result()) for check, found in zip(CHECKS, findings, strict=True)))
+
+
+def to_json(report: Report) -> str:
+    """The report as data."""
+    checks = [
+        {
+            "name": check.name,
+            "status": finding.status,
+            "found": finding.found,
+            "fix": finding.fix or None,
+            "needed_for": sorted(use.name.lower() for use in check.needed_for),
+        }
+        for check, finding in report.rows
+    ]
+    can_run = {use.name.lower(): report.can_run(use) for use in Use}
+    return json.dumps({"checks": checks, "can_run": can_run}, indent=2)
+
+
+def to_table(report: Report) -> Text:
+    """The report for a person: one line per check, the fix below what needs one, and what it comes to."""
+    width = max(len(check.name) for check, _ in report.rows)
+    table = Text()
+    for check, finding in report.rows:
+        table.append(f"{finding.status:<8}", style=STYLES[finding.status])
+        table.append(f" {check.name:<{width}}  {finding.found}\n")
+        if finding.fix:
+            table.append(f"{'':<8} {'':<{width}}  fix: {finding.fix}\n", style="dim")
+    return table.append("\n").append(summarize(report), style="bold")
+
+
+def summarize(report: Report) -> str:
+    """What this machine can run, and for the rest which checks stand in the way."""
+    can = [use.value for use in Use if report.can_run(use)]
+    cannot = [f"{use.value} ({', '.join(report.missing_for(use))})" for use in Use if not report.can_run(use)]
+    first = f"This machine can run {', '.join(can)}." if can else "This machine can run nothing yet."
+    return f"{first} Not {'; '.join(cannot)}." if cannot else first
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; 0 when the demo can run here, else 1."""
+    parser = argparse.ArgumentParser(prog="dockyard doctor", description="What this machine can run.")
+    parser.add_argument("--json", action="store_true", help="print the report as data")
+    wants_json: bool = parser.parse_args(argv).json
+    report = examine(Machine())
+    if wants_json:
+        sys.stdout.write(to_json(report) + "\n")
+    else:
+        Console(highlight=False).print(to_table(report), soft_wrap=True)
+    return 0 if report.can_run(Use.DEMO) else 1

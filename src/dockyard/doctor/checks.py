@@ -1,0 +1,276 @@
+"""The checks: each looks at one thing and, where that does not work, names the one command that fixes it.
+
+A check takes the machine as a `Probe`, so that a test can hand it any machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from dockyard.doctor.machine import Probe
+
+REQUIRED = {
+    "harbor": ">=0.25,<0.26",
+    "torch": ">=2.11",
+    "transformers": ">=5.17",
+    "peft": ">=0.19",
+    "gguf": ">=0.17",
+}
+"""As in pyproject.toml; a test compares them."""
+
+KEYS = {
+    "HF_TOKEN": "gated models and datasets of the Hugging Face Hub",
+    "WANDB_API_KEY": "metrics in Weights & Biases",
+    "MODAL_TOKEN_ID": "Modal environments",
+    "MODAL_TOKEN_SECRET": "Modal environments",
+    "DAYTONA_API_KEY": "Daytona environments",
+    "OPENAI_API_KEY": "a hosted model behind an agent",
+    "ANTHROPIC_API_KEY": "a hosted model behind an agent",
+}
+MIN_FREE_GB = 2.0
+"""The demo's model, adapters and rollouts, with room to spare."""
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    MISSING = "missing"
+    BROKEN = "broken"
+    """It is there and does not work."""
+
+
+class Use(StrEnum):
+    """What a person may want to run here."""
+
+    DEMO = "the demo"
+    GPU = "one-GPU training"
+    DOCKER = "Docker environments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check found."""
+
+    status: Status
+    found: str
+    fix: str = ""
+    """One command; empty when all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    needed_for: frozenset[Use]
+    look: Callable[[Probe], Finding]
+
+
+def ok(found: str) -> Finding:
+    """It works."""
+    return Finding(status=Status.OK, found=found)
+
+
+def missing(found: str, *, fix: str) -> Finding:
+    """It is not there."""
+    return Finding(status=Status.MISSING, found=found, fix=fix)
+
+
+def broken(found: str, *, fix: str) -> Finding:
+    """It is there and does not work."""
+    return Finding(status=Status.BROKEN, found=found, fix=fix)
+
+
+def install(probe: Probe, requirement: str) -> str:
+    """The command that installs into the Python that runs us; environments made by uv have no pip."""
+    if probe.has_command("uv"):
+        return f"uv pip install --python {probe.python} '{requirement}'"
+    if probe.package_version("pip"):
+        return f"{probe.python} -m pip install '{requirement}'"
+    return f"{probe.python} -m ensurepip && {probe.python} -m pip install '{requirement}'"
+
+
+def last_line(text: str) -> str:
+    """Where most programs say what went wrong."""
+    return text.splitlines()[-1].strip() if text else "it gave no reason"
+
+
+def check_python(probe: Probe) -> Finding:
+    """Python 3.12 or newer."""
+    version = ".".join(map(str, probe.python_version))
+    if probe.python_version < (3, 12):
+        return broken(f"{version}; 3.12 or newer is needed", fix="uv venv --python 3.12")
+    return ok(f"{version} ({probe.python})")
+
+
+def check_package(probe: Probe, name: str) -> Finding:
+    """A package of a version that we were written for."""
+    requirement = name + REQUIRED[name]
+    version = probe.package_version(name)
+    if version is None:
+        return missing("not installed", fix=install(probe, requirement))
+    if not SpecifierSet(REQUIRED[name]).contains(version, prereleases=True):
+        return broken(f"{version}; {REQUIRED[name]} is needed", fix=install(probe, requirement))
+    return ok(version)
+
+
+def check_harbor(probe: Probe) -> Finding:
+    """Harbor, whose older versions also start qwen-coder wrongly."""
+    finding = check_package(probe, "harbor")
+    version = probe.package_version("harbor")
+    if version is None or not SpecifierSet("<0.25").contains(version, prereleases=True):
+        return finding
+    bug = "the bug of its qwen-coder agent (`echo ... | qwen -y`) is fixed in the required version"
+    return broken(f"{finding.found}; {bug}", fix=finding.fix)
+
+
+def check_torch(probe: Probe) -> Finding:
+    """Torch is often installed and still unable to load its libraries, so it is imported."""
+    finding = check_package(probe, "torch")
+    if finding.status is not Status.OK:
+        return finding
+    ran = probe.run([probe.python, "-c", "import torch"])
+    if ran.code is None:
+        return ok(f"{finding.found} (importing it took too long to be tried here)")
+    if ran.code != 0:
+        fix = install(probe, f"torch{REQUIRED['torch']}").replace("install", "install --force-reinstall", 1)
+        return broken(f"{finding.found}; importing it fails: {last_line(ran.error)}", fix=fix)
+    return finding
+
+
+def check_sandbox(probe: Probe) -> Finding:
+    """The `sandbox` environment: bubblewrap and user namespaces."""
+    problem = probe.sandbox_problem()
+    return broken(problem.message, fix=problem.hint) if problem else ok("bubblewrap starts, user namespaces work")
+
+
+def check_docker(probe: Probe) -> Finding:
+    """A Docker client, and an engine that answers it."""
+    if not probe.has_command("docker"):
+        return missing("no `docker` on the PATH", fix="curl -fsSL https://get.docker.com | sh")
+    ran = probe.run(["docker", "version", "--format", "{{.Server.Version}}"])
+    if ran.code == 0:
+        return ok(f"engine {ran.output}")
+    if ran.code is None:
+        return broken("the client is here, but its engine does not answer in time", fix=start_docker(probe))
+    if "permission denied" in ran.error.lower():
+        return broken(
+            "the engine runs, but you may not talk to it", fix='sudo usermod -aG docker "$USER" && newgrp docker'
+        )
+    return broken(f"the client is here, but no engine runs: {last_line(ran.error)}", fix=start_docker(probe))
+
+
+def start_docker(probe: Probe) -> str:
+    """The command that starts the engine."""
+    if probe.system == "Darwin":
+        return "open -a Docker"
+    return "sudo systemctl start docker" if probe.has_command("systemctl") else "sudo service docker start"
+
+
+def check_compose(probe: Probe) -> Finding:
+    """Compose v2, through which Harbor does everything it does with Docker."""
+    fix = "sudo apt-get install docker-compose-plugin"
+    if not probe.has_command("docker"):
+        return missing("no `docker` on the PATH", fix="curl -fsSL https://get.docker.com | sh")
+    ran = probe.run(["docker", "compose", "version", "--short"])
+    if ran.code != 0 or not ran.output:
+        return missing("`docker compose` is not there", fix=fix)
+    if ran.output.lstrip("v").startswith(("0.", "1.")):
+        return broken(f"{ran.output}; v2 is needed", fix=fix)
+    return ok(ran.output)
+
+
+def check_gpu(probe: Probe) -> Finding:
+    """An NVIDIA GPU and its driver."""
+    if not probe.has_command("nvidia-smi"):
+        return missing("no `nvidia-smi` on the PATH", fix="dockyard train RUN.toml --model.device cpu")
+    ran = probe.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    if ran.code is None:
+        return broken("`nvidia-smi` does not answer in time", fix="sudo nvidia-smi -pm 1")
+    if ran.code != 0 or not ran.output:
+        return broken(f"`nvidia-smi` fails: {last_line(ran.output or ran.error)}", fix="sudo modprobe nvidia")
+    return ok("; ".join(map(name_gpu, ran.output.splitlines())))
+
+
+def name_gpu(line: str) -> str:
+    """`NVIDIA H200, 143771` in a person's units. Some GPUs share the host's memory and give no number."""
+    name, _, memory_mib = (part.strip() for part in line.rpartition(","))
+    return f"{name}, {int(memory_mib) / 1024:.0f} GiB" if memory_mib.isdigit() else name
+
+
+def check_cuda(probe: Probe) -> Finding:
+    """Torch sees the GPU: a driver alone is not enough, and the CPU build of torch sees none."""
+    fix = install(probe, f"torch{REQUIRED['torch']}").replace("install", "install --force-reinstall", 1)
+    if not probe.has_command("nvidia-smi"):
+        return missing("no GPU for torch to see", fix="dockyard train RUN.toml --model.device cpu")
+    if probe.package_version("torch") is None:
+        return missing("torch is not installed", fix=install(probe, f"torch{REQUIRED['torch']}"))
+    ran = probe.run([probe.python, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())"])
+    if ran.code is None:
+        return broken("torch does not answer in time", fix=f"{probe.python} -c 'import torch; torch.zeros(1).cuda()'")
+    if ran.code != 0:
+        return broken(f"torch fails: {last_line(ran.error)}", fix=fix)
+    cuda, count = ran.output.split()[-2:]
+    if cuda == "None" or count == "0":
+        return broken(f"torch sees no GPU (built for CUDA: {cuda})", fix=fix)
+    return ok(f"torch sees {count} GPU{'s' if count != '1' else ''}, CUDA {cuda}")
+
+
+def check_vllm(probe: Probe) -> Finding:
+    """The engine for GPUs, here or as a command of another environment."""
+    version = probe.package_version("vllm")
+    if version:
+        return ok(version)
+    if probe.has_command("vllm"):
+        return ok("the `vllm` command")
+    return missing("not installed", fix=install(probe, "vllm"))
+
+
+def check_disk(probe: Probe, folder: Path | None = None) -> Finding:
+    """Room for runs in a folder; None means the cache, whose place is the machine's to say."""
+    place = folder or probe.cache_dir
+    space = probe.space(place)
+    free_gb = space.free_bytes / 1e9
+    if not space.writable:
+        return broken(f"{place} is not writable", fix=f'sudo chown -R "$USER" {place}')
+    if free_gb < MIN_FREE_GB:
+        move = "export DOCKYARD_CACHE=/larger/disk/dockyard"
+        fix = "dockyard train RUN.toml --run_dir /larger/disk/run" if folder else move
+        return broken(f"{free_gb:.1f} GB free in {place}; {MIN_FREE_GB:.0f} GB is needed", fix=fix)
+    return ok(f"{free_gb:.0f} GB free in {place}")
+
+
+def check_key(probe: Probe, name: str) -> Finding:
+    """Whether a key is there. Its value is never read."""
+    if probe.has_variable(name):
+        return ok("set")
+    return missing(f"not set; for {KEYS[name]}", fix=f"export {name}=...")
+
+
+EVERY = frozenset(Use)
+TRAINING = frozenset({Use.DEMO, Use.GPU})
+DEMO = frozenset({Use.DEMO})
+NONE: frozenset[Use] = frozenset()
+
+CHECKS: tuple[Check, ...] = (
+    Check(name="python", needed_for=EVERY, look=check_python),
+    Check(name="harbor", needed_for=EVERY, look=check_harbor),
+    Check(name="torch", needed_for=TRAINING, look=check_torch),
+    Check(name="transformers", needed_for=TRAINING, look=partial(check_package, name="transformers")),
+    Check(name="peft", needed_for=TRAINING, look=partial(check_package, name="peft")),
+    Check(name="gguf", needed_for=DEMO, look=partial(check_package, name="gguf")),
+    Check(name="sandbox", needed_for=DEMO, look=check_sandbox),
+    Check(name="disk, here", needed_for=EVERY, look=partial(check_disk, folder=Path())),
+    Check(name="disk, cache", needed_for=TRAINING, look=check_disk),
+    Check(name="gpu", needed_for=frozenset({Use.GPU}), look=check_gpu),
+    Check(name="cuda", needed_for=frozenset({Use.GPU}), look=check_cuda),
+    Check(name="docker", needed_for=frozenset({Use.DOCKER}), look=check_docker),
+    Check(name="compose", needed_for=frozenset({Use.DOCKER}), look=check_compose),
+    Check(name="vllm", needed_for=NONE, look=check_vllm),
+    *(Check(name=name, needed_for=NONE, look=partial(check_key, name=name)) for name in KEYS),
+)

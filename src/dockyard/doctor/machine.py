@@ -1,0 +1,136 @@
+"""What a check may ask of this machine. Every question is answered within 5 seconds, and no secret leaves here."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+# In a process of its own, which can be ended when a kernel leaves bubblewrap hanging.
+_TRY_SANDBOX = (
+    "import dataclasses, json; from dockyard.rollout.sandbox.check import check_sandbox; "
+    "found = check_sandbox(); print(json.dumps(found and dataclasses.asdict(found)))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A command that was run."""
+
+    code: int | None
+    """Its exit code; None when it took too long and was ended."""
+    output: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A folder, which need not exist yet, as a place to write to."""
+
+    free_bytes: int
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why something does not work, and the next command to try."""
+
+    message: str
+    hint: str
+
+
+class Probe(Protocol):
+    """The machine as the checks see it."""
+
+    @property
+    def python(self) -> str:
+        """Path of the Python that runs us."""
+        ...
+
+    @property
+    def python_version(self) -> tuple[int, int, int]: ...
+
+    @property
+    def system(self) -> str:
+        """`Linux`, `Darwin` or `Windows`."""
+        ...
+
+    @property
+    def cache_dir(self) -> Path: ...
+
+    def has_command(self, name: str) -> bool: ...
+
+    def run(self, command: Sequence[str]) -> Ran:
+        """Run a command that exists, for at most 5 seconds."""
+        ...
+
+    def package_version(self, name: str) -> str | None: ...
+
+    def has_variable(self, name: str) -> bool:
+        """Whether an environment variable is set and not empty. Its value stays unknown."""
+        ...
+
+    def space(self, folder: Path) -> Space: ...
+
+    def sandbox_problem(self) -> Problem | None: ...
+
+
+class Machine:
+    """The real one."""
+
+    python = sys.executable
+    python_version = sys.version_info[:3]
+    system = platform.system()
+
+    def __init__(self, *, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(os.environ.get("DOCKYARD_CACHE") or "~/.cache/dockyard").expanduser()
+
+    def has_command(self, name: str) -> bool:
+        return shutil.which(name) is not None
+
+    def run(self, command: Sequence[str]) -> Ran:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        with process:
+            try:
+                output, error = process.communicate(timeout=self._timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with its children, which would hold the pipes open
+                return Ran(code=None)
+        return Ran(code=process.returncode, output=output.strip(), error=error.strip())
+
+    def package_version(self, name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def has_variable(self, name: str) -> bool:
+        return bool(os.environ.get(name))
+
+    def space(self, folder: Path) -> Space:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        return Space(free_bytes=shutil.disk_usage(existing).free, writable=os.access(existing, os.W_OK))
+
+    def sandbox_problem(self) -> Problem | None:
+        ran = self.run([self.python, "-c", _TRY_SANDBOX])
+        if ran.code is None:
+            return Problem(message="a sandbox takes too long to start", hint="dockyard doctor")
+        if ran.code != 0:
+            reason = ran.error.splitlines()[-1] if ran.error else f"exit code {ran.code}"
+            return Problem(message=f"trying a sandbox failed: {reason}", hint=f"{self.python} -c '{_TRY_SANDBOX}'")
+        found: dict[str, str] | None = json.loads(ran.output)
+        return Problem(message=found["message"], hint=found["hint"]) if found else None

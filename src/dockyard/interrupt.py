@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: the first stops the work cleanly, the second ends the process at once.
+
+The second is left to the kernel, since a process that is busy in native code never runs a signal handler of ours.
+"""
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stopped_by_signals() -> Generator[None]:
+    """Inside, the first signal raises KeyboardInterrupt in the main thread."""
+    before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run[T](main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, where the first signal cancels `main` and its end then raises KeyboardInterrupt."""
+    stop = asyncio.Event()
+    try:
+        result = asyncio.run(_cancel_on_signal(main, stop))
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        raise KeyboardInterrupt from None
+    if stop.is_set():
+        raise KeyboardInterrupt
+    return result
+
+
+async def _cancel_on_signal[T](main: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def on_signal() -> None:
+        stop.set()
+        task.cancel()
+        _leave_to_kernel(loop)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await task
+    finally:
+        if not stop.is_set():
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+
+def _leave_to_kernel(loop: asyncio.AbstractEventLoop | None = None) -> None:
+    for number in _SIGNALS:
+        if loop:
+            loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    _leave_to_kernel()
+    raise KeyboardInterrupt

@@ -1,0 +1,103 @@
+"""Packs token sequences into rows without padding, and without repeating what sequences begin with in common.
+
+A row is the trie of its sequences in depth-first order. Token j is an ancestor of token i, and so visible to it,
+exactly when `j <= i < ends[j]`. Logprobs and gradients equal those of the sequences one by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dockyard.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One segment with what its sampled tokens are worth."""
+
+    token_ids: IntArray
+    targets: IntArray
+    """Positions of the sampled tokens, each at least 1."""
+    old_logprobs: FloatArray | None
+    """Of the tokens at `targets`, under the weights that drew them; None when nobody recorded them."""
+    advantage: float
+    weight: float
+    """Of each target in the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One forward pass. The arrays after `ends` have one entry per trained token."""
+
+    token_ids: IntArray
+    positions: IntArray
+    ends: IntArray
+    """One past the last token that begins with this one's prefix."""
+    sources: IntArray
+    """Index in the row of the token that predicts the target."""
+    targets: IntArray
+    """Token ids."""
+    old_logprobs: FloatArray
+    """NaN where nobody recorded them."""
+    advantages: FloatArray
+    weights: FloatArray
+
+
+def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
+    """Rows of at most `max_tokens` tokens each; a longer sequence goes alone. Sequences that begin alike stay together."""
+    ordered = sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
+    rows: list[list[Example]] = []
+    size = 0
+    for index, example in enumerate(ordered):
+        shared = _common_prefix(ordered[index - 1].token_ids, example.token_ids) if index else 0
+        if not rows or size + len(example.token_ids) - shared > max_tokens:
+            rows.append([])
+            size, shared = 0, 0
+        rows[-1].append(example)
+        size += len(example.token_ids) - shared
+    return [_row(members) for members in rows]
+
+
+def _row(examples: list[Example]) -> Row:
+    """Lay sorted sequences out as a trie: each adds only what follows its common beginning with the one before."""
+    tokens, positions, ends = np.zeros((3, sum(len(example.token_ids) for example in examples)), dtype=np.int32)
+    path: IntArray = np.zeros(0, dtype=np.int32)  # where each token of the present sequence stands in the row
+    paths: list[IntArray] = []
+    size = 0
+    for index, example in enumerate(examples):
+        shared = _common_prefix(examples[index - 1].token_ids, example.token_ids) if index else 0
+        ends[path[shared:]] = size
+        new = len(example.token_ids) - shared
+        tokens[size : size + new] = example.token_ids[shared:]
+        positions[size : size + new] = np.arange(shared, len(example.token_ids))
+        path = np.concatenate([path[:shared], np.arange(size, size + new, dtype=np.int32)])
+        paths.append(path)
+        size += new
+    ends[path] = size
+    return Row(
+        token_ids=tokens[:size],
+        positions=positions[:size],
+        ends=ends[:size],
+        sources=np.concatenate([path[example.targets - 1] for path, example in zip(paths, examples, strict=True)]),
+        targets=np.concatenate([example.token_ids[example.targets] for example in examples]),
+        old_logprobs=np.concatenate([_old_logprobs(example) for example in examples]),
+        advantages=_per_target(examples, [example.advantage for example in examples]),
+        weights=_per_target(examples, [example.weight for example in examples]),
+    )
+
+
+def _old_logprobs(example: Example) -> FloatArray:
+    if example.old_logprobs is None:
+        return np.full(len(example.targets), np.nan, dtype=np.float32)
+    return example.old_logprobs.astype(np.float32)
+
+
+def _per_target(examples: list[Example], values: list[float]) -> FloatArray:
+    return np.repeat(np.array(values, dtype=np.float32), [len(example.targets) for example in examples])
+
+
+def _common_prefix(left: IntArray, right: IntArray) -> int:
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

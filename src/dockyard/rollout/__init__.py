@@ -1,0 +1,1 @@
+"""One Harbor Trial per rollout, and where its commands run."""

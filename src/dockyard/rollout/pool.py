@@ -1,0 +1,128 @@
+"""Makes many rollouts at once, records each the moment it is finished, and makes none that is recorded already."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+from dockyard.config import RolloutConfig
+from dockyard.errors import DockyardError
+from dockyard.rollout.trial import Attempt
+from dockyard.run_dir import RunDir
+from dockyard.types import Blame, Group, Rollout, Task
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S = 1.0  # before an infrastructure failure is tried again; doubled each time
+
+
+class Runner(Protocol):
+    """Makes one rollout."""
+
+    async def run(self, attempt: Attempt) -> Rollout: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The rollouts of one phase: each task so many times."""
+
+    phase: str
+    tasks: Sequence[Task]
+    group_size: int
+    temperature: float
+    seed: int
+
+    def attempts(self) -> list[Attempt]:
+        return [
+            Attempt(
+                name=f"{self.phase}-{group:03}-{index:02}",
+                task=task,
+                group=group,
+                index=index,
+                seed=_seed(self.seed, self.phase, group, index),
+                temperature=self.temperature,
+            )
+            for group, task in enumerate(self.tasks)
+            for index in range(self.group_size)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Bounded concurrency, retries for infrastructure failures only, and a record of everything."""
+
+    runner: Runner
+    run: RunDir
+    config: RolloutConfig
+    transcribe: Callable[[Rollout], str]
+    """The rollout as text, for people."""
+
+    async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+        """The groups of this phase, recorded ones first read from disk. In the same order however they finished."""
+        done = {(item.group, item.rollout.attempt): item.rollout for item in self.run.read_rollouts(order.phase)}
+        slots = asyncio.Semaphore(self.config.concurrency)
+
+        async def make(attempt: Attempt) -> None:
+            async with slots:
+                rollout = await self._persist(attempt)
+            if rollout.reward is not None:
+                await asyncio.to_thread(self._record, order.phase, attempt.group, rollout)
+            done[attempt.group, attempt.index] = rollout
+            on_finish(rollout)
+
+        try:
+            async with asyncio.TaskGroup() as making:
+                for attempt in order.attempts():
+                    if (attempt.group, attempt.index) in done:
+                        on_finish(done[attempt.group, attempt.index])
+                    else:
+                        making.create_task(make(attempt))
+        except* DockyardError as errors:
+            raise errors.exceptions[0] from None
+        rollouts = [done[attempt.group, attempt.index] for attempt in order.attempts()]
+        self._check_losses(order.phase, rollouts)
+        for attempt, rollout in zip(order.attempts(), rollouts, strict=True):
+            if rollout.reward is None:  # only now: had the run stopped here, resuming it should try them again
+                self._record(order.phase, attempt.group, rollout)
+        return tuple(
+            Group(task=task.name, rollouts=tuple(rollouts[group * order.group_size :][: order.group_size]))
+            for group, task in enumerate(order.tasks)
+        )
+
+    async def _persist(self, attempt: Attempt) -> Rollout:
+        """Try again as long as the infrastructure is to blame and tries are left."""
+        wait_s = _FIRST_WAIT_S
+        for _ in range(self.config.retries):
+            rollout = await self.runner.run(attempt)
+            if rollout.failure is None or rollout.failure.blame is Blame.POLICY:
+                return rollout
+            logger.warning("%s: %s, trying again", attempt.name, rollout.failure.message)
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        return await self.runner.run(attempt)
+
+    def _record(self, phase: str, group: int, rollout: Rollout) -> None:
+        self.run.write_rollout(phase, rollout, group=group, transcript=self.transcribe(rollout))
+
+    def _check_losses(self, phase: str, rollouts: list[Rollout]) -> None:
+        lost = [rollout.failure for rollout in rollouts if rollout.reward is None and rollout.failure]
+        if rollouts and len(lost) > self.config.max_lost_share * len(rollouts):
+            causes = ", ".join(f"{cause} {count}x" for cause, count in Counter(item.cause for item in lost).items())
+            raise DockyardError(
+                f"{len(lost)} of {len(rollouts)} rollouts of {phase} were lost to infrastructure ({causes}); "
+                f"the last: {lost[-1].message.splitlines()[0] if lost[-1].message else lost[-1].cause}",
+                hint="`dockyard doctor` checks this machine; `--rollout.max_lost_share` sets how many may be lost",
+            )
+
+
+def _seed(run_seed: int, phase: str, group: int, index: int) -> int:
+    digest = blake2b(f"{run_seed}/{phase}/{group}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def failure_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """How many rollouts failed, by cause."""
+    return dict(Counter(rollout.failure.cause for rollout in rollouts if rollout.failure))

@@ -1,0 +1,236 @@
+"""A running sandbox, seen from the driver: start it, run commands in it, stop it. Never blocks the event loop."""
+
+import asyncio
+import marshal
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dockyard.rollout.sandbox.bwrap import prepare_launch
+
+KILLED = 137
+PIPE_CAPACITY = 1 << 20
+"""The most a process may have left in a pipe."""
+KILL_PATIENCE_S = 5.0
+
+
+class SandboxStartError(Exception):
+    """bubblewrap or the server inside did not come up."""
+
+
+class SandboxDiedError(Exception):
+    """The sandbox ended before it was stopped: out of memory, or killed from outside."""
+
+
+class Sink(Protocol):
+    """Where the output of a command goes."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+@dataclass(slots=True)
+class Output:
+    """A command's output as text: the first and the last megabyte of it."""
+
+    keep_bytes: int = 1 << 20
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+    num_dropped: int = 0
+
+    def write(self, data: bytes, /) -> None:
+        room = max(0, self.keep_bytes - len(self.head))
+        self.head += data[:room]
+        self.tail += data[room:]
+        excess = len(self.tail) - self.keep_bytes
+        if excess > 0:
+            del self.tail[:excess]
+            self.num_dropped += excess
+
+    def text(self) -> str:
+        note = f"\n[{self.num_dropped} bytes left out]\n".encode() if self.num_dropped else b""
+        return (bytes(self.head) + note + bytes(self.tail)).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to run inside. A limit of 0 is none."""
+
+    argv: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+    max_processes: int = 0
+    """In the whole sandbox."""
+    max_memory_bytes: int = 0
+    """Of private memory in each process."""
+
+    def encode(self) -> bytes:
+        body = marshal.dumps((list(self.argv), self.cwd, self.env, self.max_processes, self.max_memory_bytes))
+        return len(body).to_bytes(4, "big") + body
+
+
+class Sandbox:
+    """One bubblewrap with our server as its PID 1. Gone when this object is, or when the driver is."""
+
+    def __init__(self, process: asyncio.subprocess.Process, requests: socket.socket) -> None:
+        self._process = process
+        self._requests = requests
+
+    @classmethod
+    async def start(cls, *, storage_bytes: int, network: bool) -> "Sandbox":
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests.setblocking(False)
+        errors = os.memfd_create("errors")
+        with ExitStack() as on_error:
+            on_error.callback(requests.close)
+            try:
+                with theirs:
+                    process = await _spawn(theirs.fileno(), errors, storage_bytes=storage_bytes, network=network)
+                if not await asyncio.get_running_loop().sock_recv(requests, 16):
+                    await process.wait()
+                    message = os.pread(errors, 4096, 0).decode(errors="replace").strip()
+                    raise SandboxStartError(message or f"bwrap ended with {process.returncode}")
+            finally:
+                os.close(errors)
+            on_error.pop_all()
+        return cls(process, requests)
+
+    async def run(
+        self, command: Command, *, stdout: Sink, stderr: Sink, stdin: int | None = None, timeout_s: float | None = None
+    ) -> int:
+        """The return code. TimeoutError when it took too long.
+
+        Then, as when its caller is cancelled, the command is killed with all it started.
+        """
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            control, theirs = socket.socketpair()
+            stack.enter_context(control).setblocking(False)
+            with ExitStack() as sent:
+                sent.enter_context(theirs)
+                source = _closing(sent, os.open(os.devnull, os.O_RDONLY)) if stdin is None else stdin
+                out, out_end = _pipe(stack, sent)
+                err, err_end = _pipe(stack, sent)
+                await self._send(b"run", [theirs.fileno(), source, out_end, err_end, out, err])
+            flush_out = _pump(stack, out, stdout)
+            flush_err = _pump(stack, err, stderr)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        await loop.sock_sendall(control, command.encode())
+                    reply = await _receive(control)
+            except TimeoutError:
+                await _hang_up(control)
+                raise
+            flush_out()
+            flush_err()
+            return int.from_bytes(reply, "big") if reply else self._code_without_reply()
+
+    async def kill_all(self) -> None:
+        """Every process inside but the server."""
+        control, theirs = socket.socketpair()
+        with control:
+            control.setblocking(False)
+            with theirs:
+                await self._send(b"kill", [theirs.fileno()])
+            if not await _receive(control):
+                raise SandboxDiedError("the sandbox ended")
+
+    async def stop(self) -> None:
+        """Returns when no process of it is left: PID 1 ends after all others, and bwrap after PID 1."""
+        self._requests.close()
+        try:
+            async with asyncio.timeout(KILL_PATIENCE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _send(self, message: bytes, fds: list[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(self._requests, [message], fds)
+                return
+            except BlockingIOError:  # the server is behind
+                await asyncio.sleep(0.01)
+            except OSError as error:
+                raise SandboxDiedError("the sandbox ended") from error
+
+    def _code_without_reply(self) -> int:
+        """Something killed the supervisor: `kill -9 -1` inside, or the end of the whole sandbox."""
+        try:
+            self._requests.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return KILLED
+        except OSError:
+            pass
+        raise SandboxDiedError("the sandbox ended while a command ran")
+
+
+async def _spawn(server_socket: int, errors: int, *, storage_bytes: int, network: bool) -> asyncio.subprocess.Process:
+    with prepare_launch(server_socket=server_socket, storage_bytes=storage_bytes, network=network) as launch:
+        return await asyncio.create_subprocess_exec(
+            *launch.args,
+            executable=launch.executable,
+            env=launch.env,
+            pass_fds=launch.pass_fds,
+            user=launch.user,
+            group=launch.user,
+            extra_groups=None if launch.user is None else [],
+            cwd="/",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=errors,
+        )
+
+
+async def _receive(control: socket.socket) -> bytes:
+    with suppress(ConnectionResetError):
+        return await asyncio.get_running_loop().sock_recv(control, 4)
+    return b""
+
+
+async def _hang_up(control: socket.socket) -> None:
+    """Have the command's processes killed, and wait until they are."""
+    with suppress(OSError):
+        control.shutdown(socket.SHUT_WR)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(KILL_PATIENCE_S):
+            await _receive(control)
+
+
+def _closing(stack: ExitStack, fd: int) -> int:
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(write, True)
+    return _closing(ours, read), _closing(theirs, write)
+
+
+def _pump(stack: ExitStack, fd: int, sink: Sink) -> Callable[[], None]:
+    """Move what arrives at `fd` into `sink`; the function returned takes what is there at the end."""
+    loop = asyncio.get_running_loop()
+
+    def move(at_most: int = 1 << 16) -> int:
+        try:
+            data = os.read(fd, at_most)
+        except BlockingIOError:
+            return 0
+        if not data:
+            loop.remove_reader(fd)
+        sink.write(data)
+        return len(data)
+
+    def flush() -> None:
+        left = PIPE_CAPACITY  # and not until the end: a background process may go on writing
+        while left > 0 and (moved := move(left)):
+            left -= moved
+
+    loop.add_reader(fd, move)
+    stack.callback(loop.remove_reader, fd)
+    return flush

@@ -1,0 +1,224 @@
+"""The `sandbox` environment as Harbor sees it.
+
+The images that a task names (`docker_image`, FROM) are not used: its tools are those of the host's /usr, and it is
+root without privileges. No network unless asked for. `storage_mb` bounds each of /, /logs, /logs/verifier and /tests,
+which are memory; `memory_mb` bounds the private memory of each process; `cpus` is not enforced.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any, override
+
+from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
+from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor.environments.definition import COMPOSE_FILE_NAME, DOCKERFILE_NAME
+
+from dockyard.errors import DockyardError
+from dockyard.rollout.sandbox import transfer
+from dockyard.rollout.sandbox.bwrap import is_below
+from dockyard.rollout.sandbox.client import Command, Output, Sandbox, SandboxStartError, Sink
+from dockyard.rollout.sandbox.dockerfile import DockerfileError, Image, read_image
+from dockyard.rollout.sandbox.transfer import Download, Entry
+
+DEFAULT_STORAGE_MB = 1024
+DEFAULT_MEMORY_MB = 4096
+DEFAULT_WORKDIR = "/app"
+TRANSFER_TIMEOUT_S = 600
+TIMED_OUT = 124
+BASE_ENV = {
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "SHELL": "/bin/bash",
+    "TAR_OPTIONS": "--no-same-owner",  # tar run by root would give files to users that do not exist here
+    "USER": "root",
+}
+WIPED = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root", "/tests", "/logs/verifier")
+WIPE = """
+for folder; do
+  if [ -L "$folder" ] || [ ! -d "$folder" ]; then rm -rf -- "$folder" && mkdir -p -- "$folder"; fi
+done
+find "$@" -mindepth 1 -delete 2>/dev/null || { chmod -R u+rwx -- "$@" && find "$@" -mindepth 1 -delete; } || exit
+chmod 1777 /tmp /var/tmp /dev/shm
+"""
+
+
+class SandboxEnvironment(BaseEnvironment):
+    """One bubblewrap sandbox per trial. Killing the driver leaves neither a process nor a file behind."""
+
+    def __init__(self, *args: Any, network: bool = False, max_processes: int = 256, **kwargs: Any) -> None:
+        """`network` shares the host's network, its loopback included, with tasks whose policy is public."""
+        self._wants_network = network
+        self._max_processes = max_processes
+        self._sandbox: Sandbox | None = None
+        self._image = Image(context=Path())
+        super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
+
+    @staticmethod
+    @override
+    def type() -> str:
+        return "sandbox"
+
+    @property
+    @override
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=True)
+
+    @classmethod
+    @override
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
+        """No limit that a user insists on: memory is bounded per process, not in all."""
+        return EnvironmentResourceCapabilities(fractional_cpus=True)
+
+    @override
+    def _validate_definition(self) -> None:
+        """Left to `start`: an error raised here would escape `Trial.create` and be nobody's failure."""
+
+    @override
+    async def start(self, force_build: bool) -> None:
+        self._image = self._read_image()
+        network = self._wants_network and self._network_is_public
+        try:
+            self._sandbox = await Sandbox.start(storage_bytes=self._storage_bytes, network=network)
+        except (SandboxStartError, DockyardError) as error:
+            message = f"no sandbox can start here: {error}. `dockyard doctor` says what to do"
+            raise SandboxBuildFailedError(message) from error
+        try:
+            await self._place(self._image.entries)
+            if self._workdir != DEFAULT_WORKDIR:
+                await self._run_script('mkdir -p -- "$1"', self._workdir)
+            await self._upload_environment_dir_after_start()
+        except RuntimeError as error:
+            await self.stop(delete=True)
+            raise SandboxBuildFailedError(f"`{self.environment_name}` does not fit into a sandbox: {error}") from error
+
+    @override
+    async def stop(self, delete: bool) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.stop()
+
+    @override
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """A command that takes too long is killed and has return code 124, as with `timeout`."""
+        self._require_root(user)
+        bash = Command(
+            argv=("/bin/bash", "-c", command),
+            cwd=str(PurePosixPath(self._workdir, cwd or "")),
+            env=BASE_ENV | self._image.env | (self._merge_env(env) or {}),
+            max_processes=self._max_processes,
+            max_memory_bytes=(self._effective_memory_mb or DEFAULT_MEMORY_MB) << 20,
+        )
+        stdout, stderr = Output(), Output()
+        try:
+            code = await self._running().run(bash, stdout=stdout, stderr=stderr, timeout_s=timeout_sec)
+        except TimeoutError:  # not passed on: Harbor would take it for the agent's own time limit
+            stderr.write(f"\n[killed after {timeout_sec} s]\n".encode())
+            code = TIMED_OUT
+        return ExecResult(stdout=stdout.text(), stderr=stderr.text(), return_code=code)
+
+    @override
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        source = Path(source_path)
+        fd = await asyncio.to_thread(transfer.pack_file, source)
+        await self._run_script(transfer.WRITE_FILE, target_path, source.name, transfer.permissions(source), stdin=fd)
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        await self._unpack_inside(transfer.contents(Path(source_dir)), target_dir)
+
+    @override
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        with tempfile.TemporaryFile() as file:
+            await self._fetch(transfer.READ_FILE, source_path, Download(file, self._storage_bytes))
+            await asyncio.to_thread(transfer.save, file, Path(target_path))
+
+    @override
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        """Regular files and folders; links are left out."""
+        with tempfile.TemporaryFile() as file:
+            await self._fetch(transfer.READ_FOLDER, source_dir, Download(file, self._storage_bytes))
+            await asyncio.to_thread(transfer.unpack, file, Path(target_dir))
+
+    async def seal(self) -> None:
+        """End every process of the agent and empty the places where it could have left a trap for the tests.
+
+        Kept: whatever holds the working folder. What the Dockerfile copied into an emptied place is put back.
+        """
+        await self._running().kill_all()
+        wiped = [folder for folder in WIPED if not is_below(self._workdir, [folder])]
+        await self._run_script(WIPE, *wiped)
+        await self._place([entry for entry in self._image.entries if is_below(entry.target, wiped)])
+
+    @property
+    def _workdir(self) -> str:
+        return self.task_env_config.workdir or self._image.workdir or DEFAULT_WORKDIR
+
+    @property
+    def _storage_bytes(self) -> int:
+        return (self._effective_storage_mb or DEFAULT_STORAGE_MB) << 20
+
+    def _read_image(self) -> Image:
+        dockerfile = self.environment_dir / DOCKERFILE_NAME
+        try:
+            if (self.environment_dir / COMPOSE_FILE_NAME).exists():
+                raise DockerfileError(f"its `{COMPOSE_FILE_NAME}` needs containers")
+            return read_image(dockerfile) if dockerfile.exists() else Image(context=self.environment_dir)
+        except DockerfileError as error:
+            message = f'`{self.environment_name}` cannot run in a sandbox: {error}. Use `environment.type = "docker"`'
+            raise SandboxBuildFailedError(message) from None
+
+    def _require_root(self, user: str | int | None) -> None:
+        wanted = self._resolve_user(user)
+        if wanted not in (None, "root", "0", 0):
+            message = f'user `{wanted}`: a sandbox has no user but root. Use `environment.type = "docker"`'
+            raise SandboxBuildFailedError(message)
+
+    def _running(self) -> Sandbox:
+        if self._sandbox is None:
+            raise RuntimeError("the sandbox is not running")
+        return self._sandbox
+
+    async def _place(self, entries: list[Entry]) -> None:
+        if entries:
+            await self._unpack_inside(entries, "/")
+
+    async def _unpack_inside(self, entries: list[Entry], target: str) -> None:
+        fd = await asyncio.to_thread(transfer.pack, entries)
+        await self._run_script(transfer.WRITE_FOLDER, target, stdin=fd)
+
+    async def _fetch(self, script: str, source: str, download: Download) -> None:
+        await self._run_script(script, source, str(download.max_bytes), stdout=download)
+        if download.is_full:
+            raise RuntimeError(f"`{source}` is larger than the sandbox's {download.max_bytes >> 20} MB of storage")
+
+    async def _run_script(self, script: str, *args: str, stdin: int | None = None, stdout: Sink | None = None) -> None:
+        """For our own errands: without the agent's limits and variables. `stdin` is closed."""
+        argv = ("/bin/bash", "-o", "pipefail", "-c", script, "sandbox", *args)
+        errors = Output()
+        try:
+            code = await self._running().run(
+                Command(argv=argv, cwd="/", env=BASE_ENV),
+                stdin=stdin,
+                stdout=stdout or errors,
+                stderr=errors,
+                timeout_s=TRANSFER_TIMEOUT_S,
+            )
+        except TimeoutError:
+            raise RuntimeError(f"`{args[0]}` in the sandbox: not done after {TRANSFER_TIMEOUT_S} s") from None
+        finally:
+            if stdin is not None:
+                os.close(stdin)
+        if code != 0:
+            raise RuntimeError(f"`{args[0]}` in the sandbox: {errors.text().strip() or f'return code {code}'}")

@@ -1,0 +1,220 @@
+"""PID 1 of a sandbox: starts commands for the driver. Runs inside, on the standard library alone.
+
+One message on the socket is one request. `run` carries six file descriptors: control, stdin, stdout, stderr, and the
+read ends of the last two; `kill` carries control alone. The reply comes over control, as soon as the command itself
+has ended: what it left in the background lives on. Closing control before that kills everything the command started.
+"""
+
+# `socket`, `signal` and `typing` would double the start-up time: hence `_socket`, signalfd and no fancy annotations.
+import _socket
+import ctypes
+import marshal
+import os
+import resource
+import select
+import sys
+
+libc = ctypes.CDLL(None)
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+SIGKILL, SIGPIPE, SIGCHLD, SIGXFSZ = 9, 13, 17, 25
+SIG_DFL, SIG_IGN = 0, 1
+SIG_BLOCK, SIG_UNBLOCK = 0, 1
+SIGNAL_MASK = (ctypes.c_ulong * 16)(1 << (SIGCHLD - 1))
+
+type Request = tuple[list[str], str, dict[str, str], int, int]
+
+
+def serve(requests: _socket.socket) -> None:
+    """Answer requests until the driver is gone; then the kernel ends every process in here."""
+    while True:
+        message, fds = receive(requests)
+        if message == b"run" and os.fork() == 0:
+            requests.close()
+            supervise(_socket.socket(fileno=fds[0]), fds[1:4], fds[4:])
+            os._exit(0)
+        if message == b"kill":
+            kill_everything()
+            os.write(fds[0], b"done")
+        for fd in fds:
+            os.close(fd)
+        if not message:
+            os._exit(0)
+
+
+def receive(requests: _socket.socket) -> tuple[bytes, list[int]]:
+    message, ancillary, _, _ = requests.recvmsg(16, _socket.CMSG_SPACE(6 * 4), _socket.MSG_CMSG_CLOEXEC)
+    data = b"".join(data for _, _, data in ancillary)
+    return message, [int.from_bytes(data[i : i + 4], sys.byteorder) for i in range(0, len(data), 4)]
+
+
+def kill_everything() -> None:
+    try:
+        os.kill(-1, SIGKILL)  # all at once, so that a fork bomb cannot outrun it
+        os.waitpid(-1, 0)  # with SIGCHLD ignored: returns when the last child is gone
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def supervise(control: _socket.socket, stdio: list[int], outputs: list[int]) -> None:
+    """Run one command, report its return code, and kill its whole tree if the driver hangs up first."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the tree become ours, so none is lost
+    libc.signal(SIGCHLD, SIG_DFL)
+    libc.sigprocmask(SIG_BLOCK, SIGNAL_MASK, None)
+    exits = libc.signalfd(-1, SIGNAL_MASK, os.O_CLOEXEC)
+    request = read_request(control)
+    if request is None:
+        return
+    child = os.fork()
+    if child == 0:
+        execute(request, stdio)
+    for fd in stdio:
+        os.close(fd)
+    code = wait(child, control, exits)
+    if code is None:
+        kill_tree()
+        return
+    try:
+        control.sendall(code.to_bytes(4, "big"))
+        control.recv(1)  # the driver hangs up once it has read the output
+    except OSError:
+        pass
+    drain(outputs, exits)
+
+
+def read_request(control: _socket.socket) -> Request | None:
+    size = int.from_bytes(read_exactly(control, 4), "big")
+    body = read_exactly(control, size)
+    return marshal.loads(body) if size and len(body) == size else None
+
+
+def read_exactly(control: _socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (chunk := control.recv(size - len(data))):
+        data += chunk
+    return data
+
+
+def execute(request: Request, stdio: list[int]) -> None:
+    """Become the command. The limits are set here, so that the server itself can still fork."""
+    argv, cwd, env, max_processes, max_memory = request
+    try:
+        os.setsid()
+        os.umask(0o022)
+        for target, fd in enumerate(stdio):
+            os.dup2(fd, target)
+        for signal in (SIGPIPE, SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec
+            libc.signal(signal, SIG_DFL)
+        libc.sigprocmask(SIG_UNBLOCK, SIGNAL_MASK, None)
+        os.chdir(cwd)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if max_processes:
+            resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
+        if max_memory:  # not RLIMIT_AS: node and java reserve far more than they use
+            resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
+        os.execve(argv[0], argv, env)
+    except (OSError, ValueError) as error:
+        os.write(2, f"sandbox: {error}\n".encode())
+    os._exit(126)
+
+
+def wait(child: int, control: _socket.socket, exits: int) -> int | None:
+    """The command's return code, or None when the driver hung up."""
+    events = select.poll()
+    events.register(control.fileno(), select.POLLIN)
+    events.register(exits, select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in events.poll()]
+        if exits in ready:
+            os.read(exits, 128)
+            code = reap(child)
+            if code is not None:
+                return code
+        if control.fileno() in ready:
+            return None
+
+
+def reap(child: int) -> int | None:
+    """Collect everything that has ended; the return code as a shell gives it, if `child` is among them."""
+    code = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = os.waitstatus_to_exitcode(ended[1])
+                code = status if status >= 0 else 128 - status
+    except ChildProcessError:
+        pass
+    return code
+
+
+def kill_tree() -> None:
+    """Kill every descendant: by process group first, which a fork bomb cannot outrun, then one by one."""
+    try:
+        while True:
+            for child, group in children():
+                if group != os.getpgrp():
+                    send_kill(-group)
+                send_kill(child)
+            os.waitpid(-1, 0)
+            reap(0)
+    except ChildProcessError:
+        return
+
+
+def send_kill(target: int) -> None:
+    try:
+        os.kill(target, SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def children() -> list[tuple[int, int]]:
+    """(process, its group) of each child of this process."""
+    found: list[tuple[int, int]] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    _, parent, group = file.read().rpartition(b")")[2].split()[:3]
+            except OSError:  # it ended meanwhile
+                continue
+            if int(parent) == os.getpid():
+                found.append((int(name), int(group)))
+    return found
+
+
+def drain(outputs: list[int], exits: int) -> None:
+    """Swallow what background processes still write: a closed pipe would kill them."""
+    events = select.poll()
+    for fd in (*outputs, exits):
+        events.register(fd, select.POLLIN)
+    num_open = len(outputs)
+    while num_open:
+        for fd, _ in events.poll():
+            data = os.read(fd, 65536)
+            if fd == exits:
+                reap(0)
+            elif not data:
+                events.unregister(fd)
+                num_open -= 1
+
+
+def prepare(keep: int) -> None:
+    """Make this process useless to whoever gets to run in here."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != keep:
+            try:
+                os.close(fd)  # through the folders that this Python was loaded from, the host could be reached
+            except OSError:  # the one that listed the folder
+                pass
+    os.set_inheritable(keep, False)
+    with open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace; /proc/1/{mem,environ,fd} are closed
+    libc.signal(SIGCHLD, SIG_IGN)  # the kernel reaps
+
+
+if __name__ == "__main__":
+    prepare(int(sys.argv[1]))
+    driver = _socket.socket(fileno=int(sys.argv[1]))
+    driver.send(b"ready")
+    serve(driver)

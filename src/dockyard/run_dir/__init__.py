@@ -1,0 +1,294 @@
+"""The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
+
+config.toml  versions.json  metrics.jsonl  summary.json  reward.png  run.lock
+rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl
+checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from dockyard.config import RunConfig
+from dockyard.errors import DockyardError, UsageError
+from dockyard.run_dir.durable import (
+    append_line,
+    disk_errors,
+    read_lines,
+    remove_drafts,
+    whole_folder,
+    write_atomically,
+)
+from dockyard.run_dir.lock import take_lock
+from dockyard.run_dir.records import RecordedRollout, from_line, step_of, step_phase, to_line
+from dockyard.run_dir.versions import versions
+from dockyard.settings import anchored, changed_keys, load_run_config
+from dockyard.settings.text import to_toml
+from dockyard.types import Rollout
+
+__all__ = ["EVAL_AFTER", "EVAL_BEFORE", "Checkpoint", "RecordedRollout", "RunDir", "resumed_config", "step_phase"]
+
+logger = logging.getLogger(__name__)
+
+EVAL_BEFORE, EVAL_AFTER = "eval-before", "eval-after"
+
+_LOCK, _CONFIG, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
+    "run.lock",
+    "config.toml",
+    "versions.json",
+    "metrics.jsonl",
+    "summary.json",
+    "reward.png",
+    "crash.txt",
+)
+_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
+_FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
+# In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
+_OURS = (*_FOLDERS, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _CONFIG)
+
+# What may differ when a run is resumed: nothing that recorded rollouts and updates were made with.
+RESUMABLE = frozenset(
+    {
+        "run_dir",
+        "steps",
+        "model.device",
+        "engine.max_batch",
+        "rollout.concurrency",
+        "rollout.agent_timeout_s",
+        "rollout.total_timeout_s",
+        "rollout.retries",
+        "rollout.max_lost_share",
+        "trainer.micro_batch_tokens",
+        "trainer.save_every",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    step: int
+    path: Path
+
+
+class RunDir:
+    """A run folder held by this process until `close`."""
+
+    def __init__(self, path: Path, config: RunConfig, lock: int) -> None:
+        self.path = path.absolute()
+        self.config = config
+        self._lock = lock
+        self._writing = threading.Lock()  # rollouts may be recorded from several threads
+        for folder in (self.path, *(self.path / name for name in _FOLDERS)):
+            folder.mkdir(exist_ok=True)
+            remove_drafts(folder)
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> Self:
+        """Begin a run. A run that is already there is removed only when `overwrite` says so."""
+        with disk_errors(path):
+            lock = _take_fresh(path, overwrite=overwrite)
+        try:
+            with disk_errors(path):
+                write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
+                run = cls(path, config, lock)
+                write_atomically(run.path / _VERSIONS, to_json(versions(), indent=2))
+        except BaseException:
+            os.close(lock)
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+        """Continue a run with its own settings; `overrides` may change what its records do not depend on."""
+        config = resumed_config(path, overrides)
+        with disk_errors(path):
+            lock = take_lock(path / _LOCK)
+        try:
+            write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
+            run = cls(path, config, lock)
+            run._warn_of_other_versions()
+        except BaseException:
+            os.close(lock)
+            raise
+        return run
+
+    def close(self) -> None:
+        """Let other processes use the folder. The lock is gone after the first call."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # The command line hides tracebacks; one of a mistake of ours must not be lost with a long run.
+        if isinstance(error, Exception) and not isinstance(error, DockyardError):
+            with suppress(OSError):  # the error itself matters more
+                (self.path / _CRASH).write_text("".join(traceback.format_exception(error)))
+        self.close()
+
+    @property
+    def trials(self) -> Path:
+        """Where Harbor keeps its files of each rollout."""
+        return self.path / _TRIALS
+
+    @property
+    def tasks(self) -> Path:
+        """Where generated tasks are kept."""
+        return self.path / _TASKS
+
+    @property
+    def curve(self) -> Path:
+        """The picture of the reward curve."""
+        return self.path / _CURVE
+
+    def adapter_dir(self, version: int) -> Path:
+        """Where the adapter of a weight version is published. The caller makes the folder."""
+        return self.path / _ADAPTERS / f"v{version:05}"
+
+    def keep_adapters(self, version: int) -> None:
+        """Remove the published adapters of all other versions; checkpoints have their own."""
+        for folder in (self.path / _ADAPTERS).iterdir():
+            if folder != self.adapter_dir(version):
+                shutil.rmtree(folder)
+
+    def write_rollout(self, phase: str, rollout: Rollout, *, group: int = 0, transcript: str = "") -> None:
+        """Record a finished rollout. It is on disk when this returns."""
+        recorded = RecordedRollout(phase=phase, group=group, rollout=rollout, transcript=transcript)
+        line = to_line(recorded)
+        with self._writing:
+            append_line(self._rollouts_file(phase), line)
+
+    def read_rollouts(self, phase: str) -> list[RecordedRollout]:
+        """The rollouts of a phase as recorded. Of an attempt that was recorded twice, the later counts."""
+        file = self._rollouts_file(phase)
+        found: dict[tuple[int, str, int], RecordedRollout] = {}
+        for number, line in enumerate(read_lines(file), start=1):
+            try:
+                recorded = from_line(line)
+            except ValidationError as error:
+                raise DockyardError(
+                    f"`{file}` line {number} is not a rollout", hint="remove that line, then resume"
+                ) from error
+            found[recorded.group, recorded.rollout.task, recorded.rollout.attempt] = recorded
+        return list(found.values())
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a step's numbers under `area/name` keys. Lines of this step and later ones, left by a crash, go."""
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        line = json.dumps({"step": step, **finite}).encode()
+        with self._writing:
+            lines = read_lines(self.path / _METRICS)
+            kept = [old for old in lines if json.loads(old)["step"] < step]
+            if len(kept) < len(lines):
+                write_atomically(self.path / _METRICS, b"".join(old + b"\n" for old in kept))
+            append_line(self.path / _METRICS, line)
+
+    def read_metrics(self) -> list[dict[str, float | None]]:
+        """One object per step; what was not a finite number is None."""
+        return [json.loads(line) for line in read_lines(self.path / _METRICS)]
+
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Generator[Path]:
+        """A folder to fill. It becomes the checkpoint of this step when the block ends well, else it never was."""
+        with whole_folder(self.path / _CHECKPOINTS / f"step-{step:05}") as draft:
+            yield draft
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to resume from."""
+        folders = (self.path / _CHECKPOINTS).iterdir()
+        found = [
+            Checkpoint(step=int(match[1]), path=path)
+            for path in folders
+            if (match := re.fullmatch(r"step-(\d+)", path.name))
+        ]
+        return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """What the run came to. Replaces the one before."""
+        write_atomically(self.path / _SUMMARY, to_json(summary, indent=2, inf_nan_mode="null"))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The summary, None before the first."""
+        file = self.path / _SUMMARY
+        return json.loads(file.read_bytes()) if file.exists() else None
+
+    def _rollouts_file(self, phase: str) -> Path:
+        step = step_of(phase)
+        known = (EVAL_BEFORE, EVAL_AFTER) if step is None else (step_phase(step),)
+        if phase not in known:
+            raise ValueError(f"`{phase}` is not a phase of a run")
+        return self.path / _ROLLOUTS / f"{phase}.jsonl"
+
+    def _warn_of_other_versions(self) -> None:
+        file = self.path / _VERSIONS
+        recorded = cast(dict[str, str | None], json.loads(file.read_bytes())) if file.exists() else {}
+        now = versions()
+        for name, was in recorded.items():
+            if now.get(name) != was:
+                logger.warning("the run began with %s %s; now it is %s", name, was, now.get(name))
+
+
+def _take_fresh(path: Path, *, overwrite: bool) -> int:
+    """Lock a folder that holds no run, or no longer does."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"`{path}` is a file, not a folder", hint="choose another `--run_dir`")
+    path.mkdir(parents=True, exist_ok=True)
+    in_the_way = [name for name in _OURS if (path / name).exists()]
+    # Only a folder with our lock file is a run: somebody's own `tasks` and `config.toml` are never ours to remove.
+    if in_the_way and not (path / _LOCK).exists():
+        names = ", ".join(f"`{name}`" for name in in_the_way)
+        raise UsageError(f"`{path}` is not a run, but holds {names}", hint="choose another `--run_dir`")
+    lock = take_lock(path / _LOCK)
+    if not (path / _CONFIG).exists():
+        return lock
+    if not overwrite:
+        os.close(lock)
+        raise UsageError(
+            f"`{path}` already holds a run",
+            hint=f"`--resume {path}` continues it, `--run_dir DIR` begins another, `--overwrite` deletes it first",
+        )
+    logger.warning("deleting the run in %s", path)
+    _delete_run(path)
+    return lock
+
+
+def _delete_run(path: Path) -> None:
+    for name in _OURS:
+        inside = path / name
+        if inside.is_dir() and not inside.is_symlink():
+            shutil.rmtree(inside)
+        else:
+            inside.unlink(missing_ok=True)
+
+
+def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The settings a resumed run would have."""
+    if not (path / _CONFIG).is_file():
+        raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
+    here = [f"--run_dir={path}"]  # the folder may have been moved
+    old = load_run_config(path / _CONFIG, here)
+    new = load_run_config(path / _CONFIG, [*overrides, *here])
+    fixed = [key for key in changed_keys(old, new) if key not in RESUMABLE]
+    if fixed:
+        names = ", ".join(f"`{key}`" for key in fixed)
+        changeable = ", ".join(f"`{key}`" for key in sorted(RESUMABLE - {"run_dir"}))
+        raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {changeable}")
+    return new

@@ -1,0 +1,155 @@
+"""Files and folders that survive `kill -9`: whole or absent, or line by line.
+
+A line counts once its newline is written. What follows the last newline is a torn write: readers drop it, and the next
+append cuts it off.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dockyard.errors import DockyardError
+
+_DRAFT, _OLD = ".draft", ".old"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Generator[None]:
+    """Say what to do when the disk is full or may not be written; what was written before stays."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write `{path}`: {error.strerror}"
+        if error.errno in _FULL:
+            raise DockyardError(reason, hint="free some disk space, then `dockyard train --resume RUN_DIR`") from error
+        if error.errno in _FORBIDDEN:
+            raise DockyardError(reason, hint="check who owns the folder, or choose another `--run_dir`") from error
+        raise
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add one line and wait until it is on disk. A line that does not fit leaves the file as it was."""
+    if b"\n" in line:
+        raise ValueError("a line cannot hold a newline")
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            end = _cut_torn_line(descriptor)
+            try:
+                _write_at(descriptor, line + b"\n", end)
+                os.fsync(descriptor)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, end)
+                raise
+        finally:
+            os.close(descriptor)
+        if end == 0:
+            sync_folder(path.parent)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of a file; none if there is no file."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return data.split(b"\n")[:-1]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file: after a crash it holds either the old or the new content."""
+    draft = _beside(path, _DRAFT)
+    with disk_errors(path):
+        try:
+            with draft.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Generator[Path]:
+    """A folder to fill. It takes the name `path` when the block ends well, and is removed when it does not."""
+    draft = _beside(path, _DRAFT)
+    try:
+        with disk_errors(path):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            yield draft
+            _sync_tree(draft)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _swap(draft, path)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what torn writes left behind, and take back a folder that was about to be replaced."""
+    for left in folder.glob(f".*{_OLD}"):
+        original = left.with_name(left.name.removeprefix(".").removesuffix(_OLD))
+        if original.exists():
+            shutil.rmtree(left)
+        else:
+            left.rename(original)
+    for left in folder.glob(f".*{_DRAFT}"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """A new name in a folder is on disk only after the folder itself is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
+
+
+def _swap(draft: Path, path: Path) -> None:
+    old = _beside(path, _OLD)
+    if path.exists():
+        path.rename(old)
+    draft.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _cut_torn_line(descriptor: int) -> int:
+    """The offset after the last newline, with nothing left behind it."""
+    size = end = os.fstat(descriptor).st_size
+    block = 1 << 16
+    while end > 0 and os.pread(descriptor, 1, end - 1) != b"\n":
+        start = max(0, end - block)
+        end = start + os.pread(descriptor, end - start, start).rfind(b"\n") + 1
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
+
+
+def _write_at(descriptor: int, data: bytes, offset: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in folder.walk(top_down=False):
+        for name in names:
+            with (parent / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(parent)

@@ -1,0 +1,119 @@
+"""Reads settings: defaults, then one TOML file, then `--section.key value`.
+
+All mistakes are reported together, each with the place it was written. Relative paths stay as given: they are relative
+to the current directory, not to the TOML file.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dockyard.config import Config, RunConfig
+from dockyard.errors import UsageError
+from dockyard.settings.overrides import apply_overrides
+from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
+from dockyard.settings.text import settings_by_key
+
+# What the other task source needs and this one does not read.
+_IGNORED_BY_SOURCE = {
+    "folder": ("tasks.num_train", "tasks.num_heldout"),
+    "demo": ("tasks.train", "tasks.heldout"),
+}
+
+
+def load_run_config(toml: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """The settings of one run; `overrides` are command-line words such as `--trainer.lr 1e-4`."""
+    config = load(RunConfig, toml, overrides)
+    raise_if_any([*_missing(config), *_without_effect(config)])
+    return config
+
+
+def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str]) -> C:
+    """Settings of any kind, from their defaults, a file and the command line."""
+    values = _read_toml(toml) if toml else {}
+    applied = apply_overrides(kind, values, overrides)
+    try:
+        config = kind.model_validate(values)
+    except ValidationError as error:
+        found = [explain(kind, details, toml, applied.keys) for details in error.errors(include_url=False)]
+        raise SettingsError([*applied.problems, *found]) from None
+    raise_if_any(applied.problems)
+    return config
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """The same settings with absolute paths, so that they mean the same from any directory."""
+    tasks = config.tasks.model_copy(
+        update={
+            "train": config.tasks.train and config.tasks.train.absolute(),
+            "heldout": config.tasks.heldout and config.tasks.heldout.absolute(),
+        }
+    )
+    update: dict[str, Any] = {"tasks": tasks, "run_dir": config.run_dir.absolute()}
+    model_dir = Path(config.model.name)
+    if model_dir.is_dir():
+        update["model"] = config.model.model_copy(update={"name": str(model_dir.absolute())})
+    return config.model_copy(update=update)
+
+
+def changed_keys(old: Config, new: Config) -> list[str]:
+    """The dotted keys in which two settings differ."""
+    return [key for key in settings_by_key(type(old)) if _value_at(old, key) != _value_at(new, key)]
+
+
+def _value_at(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)  # the key comes from the fields of this very class
+    return value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    hint = "`dockyard train RUN.toml` takes a TOML file; `dockyard train --resume RUN_DIR` continues a run"
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"`{path}` does not exist", hint=hint) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"`{path}` is not UTF-8 text (byte {error.start})", hint="save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(
+            f"`{path}` is not valid TOML: {_with_position(str(error), text)}",
+            hint="text needs quotes, true and false are lower case; `dockyard train --dry-run` shows a valid file",
+        ) from None
+
+
+def _with_position(message: str, text: str) -> str:
+    """The parser says `(at end of document)` where a line and a column help more."""
+    lines = text.split("\n")
+    return message.replace("(at end of document)", f"(at line {len(lines)}, column {len(lines[-1]) + 1})")
+
+
+def _missing(config: RunConfig) -> list[Problem]:
+    """Settings that others make necessary. Not a validator: `RunConfig()` is where the defaults are read from."""
+    if config.tasks.source == "folder" and config.tasks.train is None:
+        return [
+            Problem(
+                "`tasks.train` is not set, and `tasks.source` is `folder`",
+                "`--tasks.train DIR` names a folder of Harbor tasks; `--tasks.source demo` generates small ones",
+            )
+        ]
+    return []
+
+
+def _without_effect(config: RunConfig) -> list[Problem]:
+    """Settings that were changed and that the chosen task source would ignore."""
+    source = config.tasks.source
+    changed = changed_keys(RunConfig(), config)
+    return [
+        Problem(f"`{key}` has no effect when `tasks.source` is `{source}`", f"remove `{key}`, or change the source")
+        for key in _IGNORED_BY_SOURCE.get(source, ())
+        if key in changed
+    ]

@@ -1,0 +1,132 @@
+"""Settings as text: the resolved run as TOML, and the list of every setting for `--help`.
+
+TOML has no null, so a setting that is none is written as a comment; its default must be none too.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from datetime import date, time
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, cast, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from dockyard.config import Config
+from dockyard.errors import UsageError
+
+
+def to_toml(config: Config) -> str:
+    """The settings as TOML that loads back to the same settings; a comment marks what differs from the defaults."""
+    return "\n".join(_lines(config, type(config)(), "")).lstrip("\n") + "\n"
+
+
+def settings_help(kind: type[Config], width: int = 100) -> str:
+    """Every setting with its type, default, limits and meaning, grouped by section."""
+    return "\n".join(_help_lines(kind, kind(), "", width))
+
+
+def settings_by_key(kind: type[Config], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every setting under its dotted key."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        section = as_section(field)
+        found |= settings_by_key(section, f"{prefix}{name}.") if section else {f"{prefix}{name}": field}
+    return found
+
+
+def as_section(field: FieldInfo) -> type[Config] | None:
+    """The class of a field that is a section, None for a setting."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
+
+
+def toml_value(value: Any) -> str:
+    """One value on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        # JSON's escapes are TOML's, but TOML also wants DEL escaped.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, cast(list[Any], value)))}]"
+    if isinstance(value, dict):
+        table = cast(dict[str, Any], value)
+        pairs = (f"{_toml_key(name)} = {toml_value(inner)}" for name, inner in table.items())
+        return f"{{ {', '.join(pairs)} }}" if table else "{}"
+    raise UsageError(f"`{value!r}` cannot be written as TOML", hint="use text, numbers, true, false, lists and tables")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def _lines(config: Config, default: Config, path: str) -> Iterator[str]:
+    """Settings first, then sections: in TOML what follows a section's header belongs to it."""
+    sections: list[tuple[str, Config, Config]] = []
+    for name in type(config).model_fields:
+        value, standard = getattr(config, name), getattr(default, name)
+        if isinstance(value, Config):
+            sections.append((name, value, standard))
+        elif value is None:
+            yield f"# {name} is not set"
+        else:
+            mark = "" if value == standard else f"  # default: {_default_text(standard)}"
+            yield f"{name} = {toml_value(value)}{mark}"
+    for name, section, standard in sections:
+        yield f"\n[{path}{name}]"
+        yield from _lines(section, standard, f"{path}{name}.")
+
+
+def _default_text(value: Any) -> str:
+    return "none" if value is None else toml_value(value)
+
+
+def _help_lines(kind: type[Config], default: Config, path: str, width: int) -> Iterator[str]:
+    sections: list[str] = []
+    for name, field in kind.model_fields.items():
+        if as_section(field):
+            sections.append(name)
+            continue
+        facts = "; ".join([f"default: {_default_text(getattr(default, name))}", *_limits(field)])
+        yield f"  --{path}{name} {_type_text(field.annotation)}  ({facts})"
+        yield from textwrap.wrap(field.description or "", width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for name in sections:
+        section: Config = getattr(default, name)
+        heading = (type(section).__doc__ or "").strip().splitlines()
+        yield f"\n[{path}{name}] {heading[0] if heading else ''}"
+        yield from _help_lines(type(section), section, f"{path}{name}.", width)
+
+
+def _type_text(annotation: Any) -> str:
+    origin = get_origin(annotation) or annotation
+    if origin is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    names = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", dict: "TABLE", NoneType: "none"}
+    if origin in names:
+        return names[origin]
+    if origin in (list, tuple):
+        return "LIST"
+    return "|".join(map(_type_text, get_args(annotation)))
+
+
+def _limits(field: FieldInfo) -> Iterator[str]:
+    for limit in field.metadata:
+        match limit:
+            case Ge(ge=bound):
+                yield f"at least {bound}"
+            case Gt(gt=bound):
+                yield f"greater than {bound}"
+            case Le(le=bound):
+                yield f"at most {bound}"
+            case Lt(lt=bound):
+                yield f"less than {bound}"
+            case _:
+                pass

@@ -1,0 +1,280 @@
+"""Generates small Harbor tasks of six kinds of shell work, for a first run that learns on a CPU.
+
+Held-out tasks share nothing with training but the kinds: their words, file names and phrasings are others.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from string import Template
+
+_TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
+bucket butter button cabin candle canyon carpet castle cedar cherry chimney circle clover cobalt comet copper coral
+cotton cradle crystal dagger dragon eagle ember falcon feather fiddle forest fossil garden ginger glacier goblet granite
+hammer harvest helmet hollow honey island ivory jacket jasmine jungle kettle ladder lantern lemon linen""".split()
+_TRAIN_STEMS = """alpha backup budget cache chart colors daily draft facts first fruits goals guests hosts index input
+items labels letters main memo names notes orders output pages parts people""".split()
+_HELDOUT_WORDS = """magnet maple marble meadow mirror mitten monsoon mosaic nectar nickel oasis olive onion orchid oyster
+paddle parrot pebble pepper pillow pirate planet plum pocket pollen puzzle quartz rabbit raven ribbon river rocket
+saddle salmon silver spider spruce sunset temple thunder timber tulip tunnel turtle velvet violin walnut willow""".split()
+_HELDOUT_STEMS = """plans points prices quotes recipes records report results roster rules sales scores second setup
+sizes songs staff status steps stock summary tables target teams tools topics totals users values weeks words""".split()
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """What one side of the split may say; `phrasing` picks the first or the second half of a kind's sentences."""
+
+    words: list[str]
+    stems: list[str]
+    heldout: bool
+
+    def pick_words(self, rng: random.Random, count: int) -> list[str]:
+        return rng.sample(self.words, count)
+
+    def pick_names(self, rng: random.Random, count: int) -> list[str]:
+        return [f"{stem}.txt" for stem in rng.sample(self.stems, count)]
+
+    def say(self, rng: random.Random, train: list[str], heldout: list[str], **values: object) -> str:
+        return Template(rng.choice(heldout if self.heldout else train)).substitute(values)
+
+
+_TRAIN = _Vocabulary(_TRAIN_WORDS, _TRAIN_STEMS, heldout=False)
+_HELDOUT = _Vocabulary(_HELDOUT_WORDS, _HELDOUT_STEMS, heldout=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """One task before it is written to disk."""
+
+    instruction: str
+    credits: dict[float, str]
+    """Shell conditions run in /app, in rising order: the last that holds gives the reward. None holds at the start."""
+    solution: str
+    files: dict[str, str] = field(default_factory=dict[str, str])
+    """What /app holds at the start."""
+
+
+def _write(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [word], [name] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 1)
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            [
+                "Write the word $word to $name with echo.",
+                "Use echo to write the word $word to $name.",
+                "Put the word $word into the file $name with echo.",
+            ],
+            ["With echo, store the word $word in $name.", "Save the word $word in the file $name using echo."],
+            word=word,
+            name=name,
+        ),
+        credits={0.2: f"[ -f {name} ]", 0.5: f"grep -q {word} {name}", 1.0: f'[ "$(cat {name})" = {word} ]'},
+        solution=f"echo {word} > {name}",
+    )
+
+
+def _folder(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [folder], [left, right] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            [
+                "Make the folder $folder with mkdir and the empty files $folder/$left and $folder/$right with touch.",
+                "Use mkdir to make the folder $folder, then touch to make $folder/$left and $folder/$right.",
+            ],
+            [
+                "With mkdir, create the folder $folder; with touch, create $folder/$left and $folder/$right in it.",
+                "Create a folder $folder using mkdir and put $folder/$left and $folder/$right in it using touch.",
+            ],
+            folder=folder,
+            left=left,
+            right=right,
+        ),
+        credits={
+            0.3: f"[ -d {folder} ]",
+            0.6: f"[ -f {folder}/{left} ] || [ -f {folder}/{right} ]",
+            1.0: f"[ -f {folder}/{left} ] && [ -f {folder}/{right} ]",
+        },
+        solution=f"mkdir {folder} && touch {folder}/{left} {folder}/{right}",
+    )
+
+
+def _copy(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [word], [old, new] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            ["Copy $old to $new with cp.", "Use cp to copy the file $old to $new.", "Copy the file $old to $new with cp."],
+            ["With cp, make a copy of $old called $new.", "Duplicate the file $old as $new using cp."],
+            old=old,
+            new=new,
+        ),
+        credits={
+            0.1: f"[ -f {new} ]",
+            0.7: f'[ "$(cat {new})" = {word} ]',
+            1.0: f'[ "$(cat {new})" = {word} ] && [ -f {old} ]',
+        },
+        solution=f"cp {old} {new}",
+        files={old: f"{word}\n"},
+    )
+
+
+def _rename(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [word], [old, new] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            ["Rename $old to $new with mv.", "Use mv to rename the file $old to $new.", "Rename the file $old to $new with mv."],
+            ["With mv, change the name of $old to $new.", "Give the file $old the name $new using mv."],
+            old=old,
+            new=new,
+        ),
+        credits={
+            0.1: f"[ -f {new} ]",
+            0.7: f'[ "$(cat {new})" = {word} ]',
+            1.0: f'[ "$(cat {new})" = {word} ] && [ ! -e {old} ]',
+        },
+        solution=f"mv {old} {new}",
+        files={old: f"{word}\n"},
+    )
+
+
+def _count(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [source, target] = vocabulary.pick_names(rng, 2)
+    lines = vocabulary.pick_words(rng, rng.randint(3, 9))
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            [
+                "Count the lines of $source with wc and write the number to $target.",
+                "Use wc to count the lines of $source and write the number to $target.",
+            ],
+            [
+                "With wc, find out how many lines $source has and put the number into $target.",
+                "Store the number of lines of $source in $target using wc.",
+            ],
+            source=source,
+            target=target,
+        ),
+        credits={
+            0.1: f"[ -f {target} ]",
+            0.5: f'grep -qw {len(lines)} {target}',
+            1.0: f'[ "$(cut -d " " -f 1 {target})" = {len(lines)} ]',
+        },
+        solution=f"wc -l < {source} > {target}",
+        files={source: "".join(f"{line}\n" for line in lines)},
+    )
+
+
+def _pick(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+    [source, target] = vocabulary.pick_names(rng, 2)
+    lines = vocabulary.pick_words(rng, rng.randint(3, 9))
+    which, command, line = rng.choice([("first", "head", lines[0]), ("last", "tail", lines[-1])])
+    return _Draft(
+        instruction=vocabulary.say(
+            rng,
+            [
+                "Write the $which line of $source to $target with $command.",
+                "Use $command to write the $which line of $source to $target.",
+            ],
+            [
+                "With $command, put the $which line of $source into $target.",
+                "Store the $which line of $source in $target using $command.",
+            ],
+            which=which,
+            command=command,
+            source=source,
+            target=target,
+        ),
+        credits={
+            0.1: f"[ -f {target} ]",
+            0.4: f"grep -q {line} {target}",
+            1.0: f'[ "$(cat {target})" = {line} ]',
+        },
+        solution=f"{command} -n 1 {source} > {target}",
+        files={source: "".join(f"{line}\n" for line in lines)},
+    )
+
+
+KINDS: dict[str, Callable[[random.Random, _Vocabulary], _Draft]] = {
+    "write": _write,
+    "folder": _folder,
+    "copy": _copy,
+    "rename": _rename,
+    "count": _count,
+    "pick": _pick,
+}
+
+_TASK_TOML = """\
+schema_version = "1.4"
+
+[task]
+name = "dockyard-demo/{name}"
+description = "A small shell task: {kind}"
+
+[metadata]
+kind = "{kind}"
+
+[agent]
+timeout_sec = 120
+
+[verifier]
+timeout_sec = 60
+"""
+
+_DOCKERFILE = """\
+FROM debian:bookworm-slim
+WORKDIR /app
+COPY files/ /app/
+"""
+
+_TEST_SH = """\
+#!/bin/bash
+cd /app
+reward=0
+{checks}
+echo "$reward" > /logs/verifier/reward.txt
+"""
+
+
+def write_demo_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
+    """Fill `folder/train` and `folder/heldout` with Harbor tasks. The same arguments give the same tasks."""
+    for side, count, vocabulary in (("train", num_train, _TRAIN), ("heldout", num_heldout, _HELDOUT)):
+        for index, (kind, draft) in enumerate(_drafts(random.Random(f"{seed}-{side}"), vocabulary, count)):
+            name = f"{side}-{index:03}-{kind}"
+            _write_task(folder / side / name, name, kind, draft)
+
+
+def _drafts(rng: random.Random, vocabulary: _Vocabulary, count: int) -> Iterator[tuple[str, _Draft]]:
+    """The kinds in turn, no instruction twice."""
+    seen: set[str] = set()
+    kinds = cycle(KINDS.items())
+    while len(seen) < count:
+        kind, make = next(kinds)
+        draft = make(rng, vocabulary)
+        while draft.instruction in seen:
+            draft = make(rng, vocabulary)
+        seen.add(draft.instruction)
+        yield kind, draft
+
+
+def _write_task(path: Path, name: str, kind: str, draft: _Draft) -> None:
+    checks = "\n".join(f"if {condition}; then reward={credit}; fi" for credit, condition in draft.credits.items())
+    contents = {
+        "task.toml": _TASK_TOML.format(name=name, kind=kind),
+        "instruction.md": draft.instruction + "\n",
+        "environment/Dockerfile": _DOCKERFILE,
+        "environment/files/.keep": "",  # COPY needs something to copy
+        "tests/test.sh": _TEST_SH.format(checks=checks),
+        "solution/solve.sh": f"#!/bin/bash\ncd /app\n{draft.solution}\n",
+        **{f"environment/files/{file}": text for file, text in draft.files.items()},
+    }
+    for file, text in contents.items():
+        target = path / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        if target.suffix == ".sh":
+            target.chmod(0o755)

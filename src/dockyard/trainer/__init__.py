@@ -1,0 +1,133 @@
+"""One training run, from its settings to its summary."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dockyard import interrupt
+from dockyard.config import RunConfig
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.weights import load_model
+from dockyard.errors import DockyardError
+from dockyard.gateway.app import Gateway
+from dockyard.gateway.render import Renderer
+from dockyard.rollout.agents import MODEL_NAME, check_names
+from dockyard.rollout.pool import Order, Pool
+from dockyard.rollout.sandbox.check import check_sandbox
+from dockyard.rollout.trial import TrialRunner
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
+from dockyard.tasks import load_tasks
+from dockyard.tasks.demo import write_demo_tasks
+from dockyard.trainer.loop import PublishedPolicy, StepRecord, TaskRollouts, train
+from dockyard.trainer.policy import Policy
+from dockyard.trainer.progress import Progress
+from dockyard.trainer.report import draw_curve, report, summarise
+from dockyard.types import Task
+
+logger = logging.getLogger(__name__)
+
+_TIMID_LR = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    train_tasks: list[Task]
+    heldout_tasks: list[Task]
+    model_dir: Path
+    renderer: Renderer
+
+
+def run_training(config: RunConfig, *, run_dir: RunDir) -> None:
+    """Train, evaluate before and after, and leave a summary. What can be known to fail fails before the first rollout.
+
+    A run folder with records in it is taken up where it was left.
+    """
+    start = time.monotonic()
+    inputs = _prepare(config, run_dir)
+    with Progress(config.steps) as progress:
+        interrupt.run(_run(config, run_dir, inputs, progress))
+    summary = summarise(run_dir, wall_s=time.monotonic() - start)
+    draw_curve(summary, run_dir.curve)
+    print(report(run_dir, summary), file=sys.stderr)
+
+
+def _prepare(config: RunConfig, run: RunDir) -> _Inputs:
+    check_names(config.agent, config.environment)
+    if config.environment.type == "sandbox" and (problem := check_sandbox()):
+        raise DockyardError(problem.message, hint=problem.hint)
+    if 0 < config.trainer.lr < _TIMID_LR:
+        logger.warning("`trainer.lr` is %g: below %g a LoRA barely moves", config.trainer.lr, _TIMID_LR)
+    train_tasks, heldout_tasks = _load_tasks(config, run)
+    model_dir = find_model(config.model.name)
+    return _Inputs(
+        train_tasks=train_tasks, heldout_tasks=heldout_tasks, model_dir=model_dir, renderer=Renderer.load(model_dir)
+    )
+
+
+def _load_tasks(config: RunConfig, run: RunDir) -> tuple[list[Task], list[Task]]:
+    """To train on, and held out."""
+    tasks = config.tasks
+    if tasks.source == "demo":
+        write_demo_tasks(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=config.seed)
+        return load_tasks(run.tasks / "train"), load_tasks(run.tasks / "heldout")
+    assert tasks.train is not None  # load_run_config refuses a run without it
+    return load_tasks(tasks.train), load_tasks(tasks.heldout) if tasks.heldout else []
+
+
+async def _run(config: RunConfig, run: RunDir, inputs: _Inputs, progress: Progress) -> None:
+    async with _open(config, run, inputs, progress) as (rollouts, learner):
+        await learner.publish()
+        await _evaluate(config, rollouts, inputs.heldout_tasks, EVAL_BEFORE)
+        await train(config.steps, rollouts, learner, StepRecord(run, progress))
+        await _evaluate(config, rollouts, inputs.heldout_tasks, EVAL_AFTER)
+
+
+@asynccontextmanager
+async def _open(
+    config: RunConfig, run: RunDir, inputs: _Inputs, progress: Progress
+) -> AsyncGenerator[tuple[TaskRollouts, PublishedPolicy]]:
+    """Model, engine and gateway, all ended with the block."""
+    progress.say(f"loading {config.model.name}")
+    base = await asyncio.to_thread(load_model, inputs.model_dir, config.model)
+    policy = Policy(base, config.trainer, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
+    if checkpoint := run.latest_checkpoint():
+        policy.restore(checkpoint.path)
+        progress.say(f"resuming after step {policy.version}")
+    engine = TransformersEngine(policy.serving_model(), config.engine)
+    gateway = Gateway(engine, inputs.renderer, MODEL_NAME)
+    try:
+        await gateway.start()
+        runner = TrialRunner(
+            gateway=gateway,
+            agent=config.agent,
+            environment=config.environment,
+            limits=config.rollout,
+            max_new_tokens=config.sampling.max_new_tokens,
+            trials_dir=run.trials,
+        )
+        pool = Pool(runner=runner, run=run, config=config.rollout, transcribe=inputs.renderer.transcript)
+        learner = PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
+        yield TaskRollouts(pool=pool, tasks=inputs.train_tasks, config=config, progress=progress), learner
+    finally:
+        await gateway.close()
+        await engine.close()
+
+
+async def _evaluate(config: RunConfig, rollouts: TaskRollouts, heldout: list[Task], phase: str) -> None:
+    """The same tasks, agent and seeds before and after."""
+    if not heldout:
+        return
+    order = Order(
+        phase=phase,
+        tasks=heldout,
+        group_size=config.eval.samples,
+        temperature=config.sampling.eval_temperature,
+        seed=config.seed,
+    )
+    await rollouts.evaluate(order, "held-out tasks " + phase.removeprefix("eval-") + " training")

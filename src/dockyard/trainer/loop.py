@@ -1,0 +1,140 @@
+"""The training loop: attempt tasks, learn from the attempts, serve the new weights; repeat.
+
+A resumed run takes the same path: steps that were recorded are read instead of made, so updates since the last
+checkpoint are replayed exactly.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Protocol
+
+from dockyard.config import RunConfig
+from dockyard.engine import Engine
+from dockyard.rollout.pool import Order, Pool, failure_counts
+from dockyard.run_dir import RunDir, step_phase
+from dockyard.tasks import tasks_of_step
+from dockyard.trainer.policy import Policy
+from dockyard.trainer.progress import Progress
+from dockyard.types import Group, Rollout, Task
+
+
+class Rollouts(Protocol):
+    """Where groups come from."""
+
+    async def collect(self, step: int) -> tuple[Group, ...]: ...
+
+
+class Learner(Protocol):
+    """What learns from groups, and serves what it learnt."""
+
+    @property
+    def version(self) -> int: ...
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]: ...
+    async def publish(self) -> None: ...
+
+
+class Record(Protocol):
+    """Where steps are written down."""
+
+    def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None: ...
+
+
+async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record) -> None:
+    """Four calls a step. New weights are served before the next step's rollouts begin."""
+    for step in range(learner.version, steps):
+        groups = await rollouts.collect(step)
+        metrics = await learner.update(groups)
+        await learner.publish()
+        record.record(step, groups, metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRollouts:
+    """Groups from a pool, on the tasks whose turn it is."""
+
+    pool: Pool
+    tasks: list[Task]
+    config: RunConfig
+    progress: Progress
+
+    async def collect(self, step: int) -> tuple[Group, ...]:
+        tasks = tasks_of_step(self.tasks, step, self.config.grpo.tasks_per_step, self.config.seed)
+        order = Order(
+            phase=step_phase(step),
+            tasks=tasks,
+            group_size=self.config.grpo.group_size,
+            temperature=self.config.sampling.temperature,
+            seed=self.config.seed,
+        )
+        return await self.evaluate(order, f"step {step + 1} of {self.config.steps}")
+
+    async def evaluate(self, order: Order, title: str) -> tuple[Group, ...]:
+        """Any order of rollouts, shown under this title."""
+        self.progress.begin(title, len(order.tasks) * order.group_size)
+        return await self.pool.collect(order, self.progress.finished)
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishedPolicy:
+    """A policy whose every version is served by an engine. Checkpoints are taken with the update they belong to."""
+
+    policy: Policy
+    engine: Engine
+    run: RunDir
+    config: RunConfig
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        start = time.monotonic()
+        metrics = await asyncio.to_thread(self.policy.update, groups, self.config.steps)
+        if self.version % self.config.trainer.save_every == 0 or self.version == self.config.steps:
+            await asyncio.to_thread(self._save)
+        return metrics | {"time/update_s": time.monotonic() - start}
+
+    async def publish(self) -> None:
+        folder = self.run.adapter_dir(self.version)
+        await asyncio.to_thread(self.policy.save_adapter, folder)
+        await self.engine.publish(folder, self.version)
+        self.run.keep_adapters(self.version)
+
+    def _save(self) -> None:
+        with self.run.new_checkpoint(self.version) as folder:
+            self.policy.save(folder)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """Writes a step's numbers to the run and to the progress display."""
+
+    run: RunDir
+    progress: Progress
+    _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._since = time.monotonic()
+
+    def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
+        seconds, self._since = time.monotonic() - self._since, time.monotonic()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        numbers = rollout_metrics(rollouts) | metrics | {"time/step_s": seconds}
+        numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
+        self.run.record_metrics(step, numbers)
+        self.progress.step(step, numbers, failure_counts(rollouts))
+
+
+def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """A step's rollouts in numbers."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return {
+        "reward/mean": fmean(rewards) if rewards else float("nan"),
+        "rollout/count": float(len(rollouts)),
+        "rollout/lost": float(len(rollouts) - len(rewards)),
+        "rollout/segments": fmean(len(rollout.segments) for rollout in rollouts),
+        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+        **{f"failure/{cause}": float(count) for cause, count in failure_counts(rollouts).items()},
+    }

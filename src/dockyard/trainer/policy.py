@@ -1,0 +1,203 @@
+"""The weights being trained: LoRA adapters over a frozen base, their optimiser, and one GRPO update.
+
+The reference policy of the KL penalty is the same model with its adapters off: there is no second copy.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from torch import Tensor
+
+from dockyard.config import GRPOConfig, TrainerConfig
+from dockyard.engine.weights import share_weights
+from dockyard.errors import DockyardError
+from dockyard.rl.advantage import group_advantages
+from dockyard.rl.loss import low_var_kl, policy_loss
+from dockyard.rl.pack import Example, Row, pack
+from dockyard.types import Group, Rollout, Segment
+
+_OPTIMIZER_FILE = "optimizer.pt"
+
+
+class Policy:
+    """Trains on groups of rollouts. `version` counts the updates so far."""
+
+    def __init__(self, base: Any, trainer: TrainerConfig, grpo: GRPOConfig, *, temperature: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        lora = LoraConfig(
+            r=trainer.lora_r, lora_alpha=trainer.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        self.model: Any = get_peft_model(base, lora)
+        self.version = 0
+        self._config = trainer
+        self._grpo = grpo
+        self._temperature = temperature
+        self._trained: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=trainer.lr, betas=(0.9, trainer.adam_beta2), weight_decay=trainer.weight_decay
+        )
+
+    def serving_model(self) -> Any:
+        """A model for the engine: the same base weights, its own adapters."""
+        return share_weights(self.model)
+
+    def update(self, groups: Sequence[Group], num_steps: int) -> dict[str, float]:
+        """One optimiser step on these groups, the learning rate as far along as `version` is of `num_steps`."""
+        examples = examples_of(groups, with_idle=self._grpo.kl_coef > 0)
+        rows = pack(examples, self._config.micro_batch_tokens)
+        lr = learning_rate(self._config, self.version, num_steps)
+        self._optimizer.zero_grad()
+        totals = _Totals()
+        for row in rows:
+            self._accumulate(row, totals)
+        metrics = totals.metrics() | {"train/lr": lr, "train/packed_tokens": float(sum(len(row.token_ids) for row in rows))}
+        if rows:
+            metrics["train/grad_norm"] = self._step(lr)
+            metrics["train/skipped"] = float(not math.isfinite(metrics["train/grad_norm"]))
+        self.version += 1
+        return metrics
+
+    def _step(self, lr: float) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if math.isfinite(norm):
+            self._optimizer.step()
+        return norm
+
+    def _accumulate(self, row: Row, totals: "_Totals") -> None:
+        """Add one row's part of the loss to the gradients."""
+        device = self.model.device
+        self.model.train()
+        logprobs_N = self.logprobs(row)
+        recorded_N = torch.from_numpy(row.old_logprobs).to(device)
+        old_N = torch.where(recorded_N.isnan(), logprobs_N.detach(), recorded_N)
+        advantages_N = torch.from_numpy(row.advantages).to(device)
+        weights_N = torch.from_numpy(row.weights).to(device)
+        policy = policy_loss(
+            logprobs_N, old_N, advantages_N, clip_low=self._grpo.clip_low, clip_high=self._grpo.clip_high
+        )
+        kl_N = torch.zeros_like(logprobs_N)
+        if self._grpo.kl_coef > 0:
+            with torch.no_grad(), self.model.disable_adapter():
+                reference_N = self.logprobs(row)
+            kl_N = low_var_kl(logprobs_N, reference_N)
+        loss = (weights_N * (policy.loss_N + self._grpo.kl_coef * kl_N)).sum()
+        loss.backward()
+        totals.add(
+            loss=loss.detach(),
+            clipped=policy.clipped_N.sum(),
+            kl=kl_N.detach().sum(),
+            mismatch=(logprobs_N.detach() - old_N).abs().sum(),
+            logprob=logprobs_N.detach().sum(),
+            tokens=len(row.targets),
+        )
+
+    def logprobs(self, row: Row) -> Tensor:
+        """Of a row's trained tokens, under the temperature they were sampled with."""
+        device = self.model.device
+        index_T = torch.arange(len(row.token_ids), device=device)
+        ends_T = torch.from_numpy(row.ends).to(device)
+        visible_TT = (index_T <= index_T[:, None]) & (index_T[:, None] < ends_T)
+        sources, inverse = np.unique(row.sources, return_inverse=True)
+        logits_SV = self.model(
+            input_ids=torch.from_numpy(row.token_ids).long().to(device)[None],
+            attention_mask=visible_TT[None, None],
+            position_ids=torch.from_numpy(row.positions).long().to(device)[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(sources).long().to(device),
+        ).logits[0]
+        logprobs_SV = torch.log_softmax(logits_SV.float() / self._temperature, dim=-1)
+        targets_N = torch.from_numpy(row.targets).long().to(device)
+        return logprobs_SV[torch.from_numpy(inverse).to(device), targets_N]
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter as PEFT, vLLM and the Hub read it."""
+        self.model.save_pretrained(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write everything a resumed run needs."""
+        self.save_adapter(folder)
+        torch.save({"version": self.version, "optimizer": self._optimizer.state_dict()}, folder / _OPTIMIZER_FILE)
+
+    def restore(self, folder: Path) -> None:
+        """Take up where `save` left off."""
+        try:
+            state = torch.load(folder / _OPTIMIZER_FILE, map_location=self.model.device, weights_only=True)
+            set_peft_model_state_dict(self.model, load_peft_weights(str(folder), device=str(self.model.device)))
+        except Exception as error:  # whatever the readers raise, this checkpoint is of no use
+            raise DockyardError(
+                f"the checkpoint `{folder}` cannot be read: {error}", hint="remove it, then resume from the one before"
+            ) from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+
+
+def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
+    """Of the update from version `step` on."""
+    rise = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    fall = 1.0 - step / num_steps if config.schedule == "linear" else 1.0
+    return config.lr * rise * fall
+
+
+def examples_of(groups: Sequence[Group], *, with_idle: bool) -> list[Example]:
+    """What to train on. Each rollout weighs the same, however many segments and tokens it has.
+
+    Rollouts without advantage move nothing but the KL penalty, so they count and are left out unless `with_idle`.
+    """
+    scored = [pair for group in groups for pair in _scored(group)]
+    examples: list[Example] = []
+    for rollout, advantage in scored:
+        if rollout.num_sampled == 0 or (advantage == 0 and not with_idle):
+            continue
+        weight = 1.0 / (rollout.num_sampled * len(scored))
+        examples += [_example(segment, advantage, weight) for segment in rollout.segments if segment.sampled.any()]
+    return examples
+
+
+def _scored(group: Group) -> list[tuple[Rollout, float]]:
+    """The rollouts that have a reward, each with its advantage over the others that have one."""
+    rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return list(zip(rollouts, group_advantages(rewards), strict=True))
+
+
+def _example(segment: Segment, advantage: float, weight: float) -> Example:
+    targets = np.flatnonzero(segment.sampled).astype(np.int32)
+    return Example(
+        token_ids=segment.token_ids,
+        targets=targets,
+        old_logprobs=None if segment.logprobs is None else segment.logprobs[targets],
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+class _Totals:
+    """Sums over the rows of one update."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, **values: Tensor | int) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def metrics(self) -> dict[str, float]:
+        tokens = self._sums.get("tokens", 0.0)
+        per_token = {
+            "train/clip_fraction": "clipped",
+            "train/kl": "kl",
+            "train/logprob_mismatch": "mismatch",
+            "train/mean_logprob": "logprob",
+        }
+        return {
+            "train/loss": self._sums.get("loss", 0.0),
+            "train/tokens": tokens,
+            **{name: self._sums[key] / tokens for name, key in per_token.items() if tokens},
+        }

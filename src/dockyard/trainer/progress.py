@@ -1,0 +1,96 @@
+"""What a person sees while a run goes on: a live line in a terminal, one log line a step elsewhere."""
+
+import logging
+import time
+from collections import Counter
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from dockyard.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Counts rollouts of the present phase and estimates the time left from the steps so far."""
+
+    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live = Live("", console=self._console, transient=True, refresh_per_second=4)
+        self._num_steps = num_steps
+        self._title = ""
+        self._total = 0
+        self._rewards: list[float] = []
+        self._done = 0
+        self._tokens = 0
+        self._failures: Counter[str] = Counter()
+        self._phase_start = time.monotonic()
+        self._step_seconds: list[float] = []
+        self._steps_done = 0
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if self._console.is_terminal:
+            self._console.print(text, highlight=False)
+        else:
+            logger.info(text)
+
+    def begin(self, title: str, total: int) -> None:
+        """A phase of this many rollouts begins."""
+        self._title, self._total, self._phase_start = title, total, time.monotonic()
+        self._rewards, self._done, self._tokens, self._failures = [], 0, 0, Counter()
+        self._show()
+
+    def finished(self, rollout: Rollout) -> None:
+        """A rollout of the present phase is done."""
+        self._done += 1
+        self._tokens += rollout.num_sampled
+        if rollout.reward is not None:
+            self._rewards.append(rollout.reward)
+        if rollout.failure:
+            self._failures[rollout.failure.cause] += 1
+        self._show()
+
+    def step(self, step: int, numbers: dict[str, float], failures: dict[str, int]) -> None:
+        """A training step is done."""
+        self._steps_done = step + 1
+        self._step_seconds = [*self._step_seconds[-4:], numbers["time/step_s"]]
+        self.say(
+            f"step {step + 1}/{self._num_steps}  reward {numbers['reward/mean']:.2f}  "
+            f"{numbers['time/step_s']:.0f} s (update {numbers['time/update_s']:.0f} s)  "
+            f"{numbers['rollout/tokens_per_s']:.0f} tokens/s  failures {_causes(failures)}  {self._left()}"
+        )
+
+    def _left(self) -> str:
+        if not self._step_seconds:
+            return ""
+        seconds = sum(self._step_seconds) / len(self._step_seconds) * (self._num_steps - self._steps_done)
+        return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+    def _show(self) -> None:
+        if not self._console.is_terminal:
+            return
+        seconds = max(time.monotonic() - self._phase_start, 1e-3)
+        reward = f"{sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else "-"
+        failures = _causes(dict(self._failures))
+        doing = "learning" if self._done == self._total and self._title.startswith("step") else "rollouts"
+        self._live.update(
+            Text(
+                f"{self._title}: {doing} {self._done}/{self._total}  reward {reward}  "
+                f"{self._tokens / seconds:.0f} tokens/s  failures {failures}  {self._left()}"
+            )
+        )
+
+
+def _causes(counts: dict[str, int]) -> str:
+    return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"

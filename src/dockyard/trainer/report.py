@@ -1,0 +1,167 @@
+"""What a run came to: held-out rewards with error bars, the reward curve, an example before and after."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+from dockyard.rollout.pool import failure_counts
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
+from dockyard.types import Rollout
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_CHART_ROWS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The mean reward of the kinds of task, each kind counting alike."""
+
+    mean: float
+    error: float
+    """Half of the 95 % confidence interval."""
+    kinds: dict[str, float]
+    tasks: int
+
+
+def score(rollouts: Sequence[Rollout]) -> Score | None:
+    """None when no rollout has a reward. The error treats the rollouts of a kind as independent draws."""
+    by_kind: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            by_kind.setdefault(rollout.kind, []).append(rollout.reward)
+    if not by_kind:
+        return None
+    spread = [variance(rewards) / len(rewards) if len(rewards) > 1 else 0.0 for rewards in by_kind.values()]
+    kinds = {kind: fmean(rewards) for kind, rewards in sorted(by_kind.items())}
+    return Score(
+        mean=fmean(kinds.values()),
+        error=1.96 * sqrt(sum(spread)) / len(by_kind),
+        kinds=kinds,
+        tasks=len({rollout.task for rollout in rollouts}),
+    )
+
+
+def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
+    """The run's summary from its records, written to its folder."""
+    trained = [rollout for step in range(run.config.steps) for rollout in _rollouts(run, step_phase(step))]
+    before, after = score(_rollouts(run, EVAL_BEFORE)), score(_rollouts(run, EVAL_AFTER))
+    everything = [*trained, *_rollouts(run, EVAL_BEFORE), *_rollouts(run, EVAL_AFTER)]
+    summary = {
+        "eval_before": before and before.mean,
+        "eval_after": after and after.mean,
+        "eval_before_error": before and before.error,
+        "eval_after_error": after and after.error,
+        "eval_before_kinds": before and before.kinds,
+        "eval_after_kinds": after and after.kinds,
+        "eval_tasks": before.tasks if before else 0,
+        "steps": run.config.steps,
+        "seed": run.config.seed,
+        "rewards": [metrics.get("reward/mean") for metrics in run.read_metrics()],
+        "rollouts": len(everything),
+        "sampled_tokens": sum(rollout.num_sampled for rollout in everything),
+        "failures": failure_counts(everything),
+        "wall_s": wall_s,
+    }
+    run.write_summary(summary)
+    return summary
+
+
+def _rollouts(run: RunDir, phase: str) -> list[Rollout]:
+    return [item.rollout for item in run.read_rollouts(phase)]
+
+
+def report(run: RunDir, summary: dict[str, Any]) -> str:
+    """The closing text for the terminal."""
+    parts = [chart([reward for reward in summary["rewards"] if reward is not None])]
+    if summary["eval_before"] is not None and summary["eval_after"] is not None:
+        parts += [_evaluation(summary), _example(run)]
+    parts.append(_closing(run, summary))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _evaluation(summary: dict[str, Any]) -> str:
+    lines = [f"held-out reward, {summary['eval_tasks']} tasks (± is a 95 % interval)", f"{'':10}before    after"]
+    for kind, before in summary["eval_before_kinds"].items():
+        lines.append(f"{kind or 'all':10}{before:6.2f}   {summary['eval_after_kinds'].get(kind, float('nan')):6.2f}")
+    lines.append(
+        f"{'mean':10}{summary['eval_before']:6.2f}   {summary['eval_after']:6.2f}"
+        f"    (± {summary['eval_before_error']:.2f}, ± {summary['eval_after_error']:.2f})"
+    )
+    return "\n".join(lines)
+
+
+def _example(run: RunDir) -> str:
+    """The held-out task that gained most, in both transcripts' last words."""
+    before = {item.rollout.task: item for item in run.read_rollouts(EVAL_BEFORE)}
+    after = {item.rollout.task: item for item in run.read_rollouts(EVAL_AFTER)}
+    gains = {
+        task: (item.rollout.reward or 0.0) - (before[task].rollout.reward or 0.0)
+        for task, item in after.items()
+        if task in before
+    }
+    if not gains:
+        return ""
+    task = max(gains, key=lambda name: gains[name])
+    shown = [f"example: {task}"]
+    for name, item in (("before", before[task]), ("after", after[task])):
+        shown += [f"--- {name} training, reward {item.rollout.reward}", item.transcript.strip()]
+    return "\n".join(shown)
+
+
+def _closing(run: RunDir, summary: dict[str, Any]) -> str:
+    failures = ", ".join(f"{cause} {count}" for cause, count in summary["failures"].items()) or "none"
+    last = run.adapter_dir(summary["steps"])
+    return "\n".join(
+        [
+            f"{summary['rollouts']} rollouts, failures: {failures}; {summary['wall_s'] / 60:.1f} minutes",
+            f"run folder:   {run.path}",
+            f"adapter:      {last}",
+            f"reward curve: {run.curve}",
+            "",
+            "next:",
+            "  dockyard doctor                                  what this machine can run",
+            "  dockyard train --help                            every setting",
+            "  dockyard tasks demo DIR                          the demo's tasks as folders, to look at or change",
+            "  dockyard train --tasks.train DIR --model.name M  your own tasks, your own model",
+        ]
+    )
+
+
+def chart(rewards: Sequence[float]) -> str:
+    """The reward of each step as bars of text."""
+    if not rewards:
+        return ""
+    top = max(1.0, *rewards)
+    rows: list[str] = []
+    for row in reversed(range(_CHART_ROWS)):
+        heights = [min(max(reward / top * _CHART_ROWS - row, 0.0), 1.0) for reward in rewards]
+        bars = "".join(_BARS[round(height * (len(_BARS) - 1))] * 3 for height in heights)
+        label = f"{top * (row + 1) / _CHART_ROWS:4.2f}"
+        rows.append(f"{label} │{bars}")
+    return "\n".join(["training reward by step", *rows, "     └" + "───" * len(rewards)])
+
+
+def draw_curve(summary: dict[str, Any], path: Path) -> None:
+    """The reward curve as a picture."""
+    rewards = [reward for reward in summary["rewards"] if reward is not None]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), dpi=150)
+    axes.plot(range(1, len(rewards) + 1), rewards, marker="o", label="training rollouts")
+    for name, x in (("before", 0), ("after", len(rewards) + 1)):
+        if summary[f"eval_{name}"] is not None:
+            error = summary[f"eval_{name}_error"]
+            axes.errorbar([x], [summary[f"eval_{name}"]], yerr=[error], fmt="s", capsize=4, label=f"held-out, {name}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    axes.set_ylim(bottom=min(0.0, *rewards) if rewards else 0.0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,10 @@
+"""Settings for every test, made before anything is imported: nothing calls home, and output stays plain."""
+
+import os
+
+os.environ["HARBOR_TELEMETRY"] = "off"
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm would fetch its price list on import
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns when a process that used it forks
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["NO_COLOR"] = "1"
+os.environ.pop("FORCE_COLOR", None)

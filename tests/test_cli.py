@@ -1,0 +1,310 @@
+"""The command line: what goes to stdout and stderr, exit codes, signals."""
+
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dockyard import __version__
+from dockyard.cli import main
+from dockyard.config import RunConfig
+from dockyard.errors import DockyardError
+from dockyard.run_dir import RunDir
+
+DEMO = ("--tasks.source", "demo")
+
+
+@dataclass(slots=True)
+class FakeTraining:
+    """A training loop that remembers how it was called and ends as told."""
+
+    error: BaseException | None = None
+    calls: list[tuple[RunConfig, Path, bool]] = field(default_factory=list)
+
+    def __call__(self, config: RunConfig, *, run_dir: RunDir, resume: bool) -> None:
+        self.calls.append((config, run_dir.path, resume))
+        if self.error:
+            raise self.error
+        run_dir.write_summary({"reward": 0.5})
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    logging.getLogger("dockyard").setLevel(logging.NOTSET)
+
+
+def test_a_dry_run_prints_toml_that_loads_back_and_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--dry-run", "--trainer.lr", "1e-4", *DEMO]) == 0
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed)["trainer"]["lr"] == 1e-4
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run.toml").write_text(printed)
+    assert main(["train", "run.toml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_a_dry_run_as_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--json", "--dry-run", *DEMO, "--steps=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "run.toml", "--trainer.lr", "1e-4", "--dry-run"],
+        ["train", "--trainer.lr", "1e-4", "run.toml", "--dry-run"],
+        ["train", "--dry-run", "--trainer.lr=1e-4", "run.toml"],
+    ],
+)
+def test_the_file_and_the_settings_may_come_in_any_order(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run.toml").write_text('steps = 5\ntasks.source = "demo"\n')
+    assert main(words) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert (printed["steps"], printed["trainer"]["lr"]) == (5, 1e-4)
+
+
+def test_mistakes_go_to_stderr_as_error_and_hint_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.toml").write_text("[grpo]\ngrup_size = 3\n")
+    assert main(["train", "run.toml", "--lr", "3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "error: `--lr` is not a setting",
+        "hint: did you mean `--trainer.lr`? `dockyard train --help` lists every setting",
+        "error: `grpo.grup_size` in `run.toml` is not a setting",
+        "hint: did you mean `grpo.group_size`? `dockyard train --help` lists every setting",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        ([], "the following arguments are required: VERB", "`dockyard --help`"),
+        (["trian"], "`trian` is not a verb", "did you mean `dockyard train`?"),
+        (["train", "--dryrun"], "`--dryrun` is not an option", "did you mean `--dry-run`?"),
+        (["train", "a.toml", "b.toml"], "unrecognized arguments: b.toml", "`dockyard --help`"),
+        (["train", "--resume"], "argument --resume: expected one argument", "`dockyard train --help`"),
+        (["train", "--resume", "r", "a.toml"], "`a.toml` does not go with `--resume`", "its own settings"),
+        (["train", "--resume", "r", "--overwrite"], "`--overwrite` does not go with `--resume`", "its own settings"),
+        (["train", "--resume", "nowhere"], "`nowhere` holds no run", "`dockyard train RUN.toml`"),
+        (["train", "none.toml"], "`none.toml` does not exist", "--resume RUN_DIR"),
+        (["doctor", "--frob"], "unrecognized arguments: --frob", "`dockyard --help`"),
+        (["tasks"], "the following arguments are required: SOURCE", "`dockyard tasks --help`"),
+    ],
+)
+def test_misuse_exits_2_and_says_the_way_out(
+    words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
+):
+    training = FakeTraining()
+    assert main(words, run_training=training) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {error}"
+    assert second.startswith("hint: ")
+    assert hint in second
+    assert training.calls == []
+
+
+def test_training_gets_the_settings_and_the_open_run(tmp_path: Path):
+    training = FakeTraining()
+    assert main(["train", *DEMO, "--run_dir", "mine", "--steps", "3"], run_training=training) == 0
+    [(config, path, resume)] = training.calls
+    assert (config.steps, path, resume) == (3, tmp_path / "mine", False)
+    assert (tmp_path / "mine" / "config.toml").exists()
+
+
+def test_a_run_is_resumed_with_its_own_settings(capsys: pytest.CaptureFixture[str]):
+    training = FakeTraining()
+    assert main(["train", *DEMO, "--run_dir=mine", "--seed=3"], run_training=training) == 0
+    assert main(["train", *DEMO, "--run_dir=mine"], run_training=training) == 2
+    assert "--resume mine" in capsys.readouterr().err
+    assert main(["train", "--resume", "mine", "--steps=9"], run_training=training) == 0
+    assert main(["train", *DEMO, "--run_dir=mine", "--overwrite"], run_training=training) == 0
+    assert [(config.seed, config.steps, resume) for config, _, resume in training.calls] == [
+        (3, 50, False),
+        (3, 9, True),
+        (0, 50, False),
+    ]
+
+
+def test_a_dry_run_of_a_resume_shows_its_settings_and_changes_nothing(capsys: pytest.CaptureFixture[str]):
+    main(["train", *DEMO, "--run_dir=mine", "--seed=3"], run_training=FakeTraining())
+    before = Path("mine/config.toml").read_bytes()
+    assert main(["train", "--resume", "mine", "--steps=9", "--dry-run"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert (printed["seed"], printed["steps"]) == (3, 9)
+    assert Path("mine/config.toml").read_bytes() == before
+
+
+def test_the_summary_is_printed_as_data_when_asked(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--json"], run_training=FakeTraining()) == 0
+    assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
+
+
+def test_a_failed_run_exits_1_without_a_traceback(capsys: pytest.CaptureFixture[str]):
+    error = DockyardError("the engine died", hint="look at [its] log")
+    assert main(["train", *DEMO], run_training=FakeTraining(error)) == 1
+    assert capsys.readouterr().err == "error: the engine died\nhint: look at [its] log\n"
+
+
+def test_a_bug_exits_1_and_shows_its_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--run_dir=a"], run_training=FakeTraining(KeyError("x"))) == 1
+    quiet = capsys.readouterr().err
+    assert quiet.startswith("error: unexpected KeyError: 'x'\nhint: ")
+    assert "Traceback" not in quiet
+    assert "KeyError" in Path("a/crash.txt").read_text()
+    assert main(["train", *DEMO, "--run_dir=b", "--debug"], run_training=FakeTraining(KeyError("x"))) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_130_and_says_how_to_resume(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--run_dir=mine"], run_training=FakeTraining(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "stopped; `dockyard train --resume mine` continues\n"
+    RunDir.resume(Path("mine")).close()
+
+
+def test_signal_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    main(["train", *DEMO], run_training=FakeTraining())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_help_and_version_exit_0(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "--resume RUN_DIR" in shown
+    assert "--trainer.lr FLOAT  (default: 1e-06; at least 0)" in shown
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"dockyard {__version__}\n"
+
+
+def test_harbor_is_told_to_stay_quiet_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LITELLM_LOCAL_MODEL_COST_MAP")
+    monkeypatch.setenv("HARBOR_TELEMETRY", "on")
+    main(["train", "--dry-run", *DEMO])
+    assert (os.environ["LITELLM_LOCAL_MODEL_COST_MAP"], os.environ["HARBOR_TELEMETRY"]) == ("True", "on")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    script = "import sys; from dockyard.cli import main; sys.exit(main(['train', '--dry-run', '--tasks.source=demo']))"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0
+
+
+WAIT_SYNC = """
+import time
+def training(config, *, run_dir, resume):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+"""
+
+WAIT_ASYNC = """
+import asyncio
+from dockyard import interrupt
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0)  # cleaning up may wait
+        print("cleaned up", flush=True)
+def training(config, *, run_dir, resume):
+    interrupt.run(work())
+"""
+
+STUCK = """
+import asyncio, time
+from dockyard import interrupt
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("stuck", flush=True)
+        time.sleep(60)
+def training(config, *, run_dir, resume):
+    interrupt.run(work())
+"""
+
+STUBBORN = """
+import asyncio
+from dockyard import interrupt
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        print("cleaned up", flush=True)  # and returns as if nothing had happened
+def training(config, *, run_dir, resume):
+    interrupt.run(work())
+"""
+
+
+def start(training: str, folder: Path) -> subprocess.Popen[str]:
+    script = f"{training}\nimport sys\nfrom dockyard.cli import main\n" + (
+        "sys.exit(main(['train', '--tasks.source=demo', '--run_dir=mine'], run_training=training))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("training", [WAIT_SYNC, WAIT_ASYNC, STUBBORN], ids=["sync", "async", "stubborn"])
+def test_the_first_signal_stops_cleanly(tmp_path: Path, training: str, number: signal.Signals):
+    with start(training, tmp_path) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "cleaned up\n")
+    assert err == "stopped; `dockyard train --resume mine` continues\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once(tmp_path: Path, number: signal.Signals):
+    with start(STUCK, tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout
+        assert process.stdout.readline() == "stuck\n"
+        began = time.monotonic()
+        process.send_signal(number)
+        process.wait(30)
+    assert process.returncode == -number
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_errors_are_coloured_on_a_terminal_unless_no_color_is_set(no_color: str, coloured: bool):
+    ours, theirs = pty.openpty()
+    script = "import sys; from dockyard.cli import main; sys.exit(main(['trian']))"
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm-256color"}
+    done = subprocess.run([sys.executable, "-c", script], stderr=theirs, env=environment, timeout=30)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert done.returncode == 2
+    assert ("\x1b[" in shown) is coloured
+    assert "`trian` is not a verb" in shown

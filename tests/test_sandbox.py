@@ -1,0 +1,609 @@
+"""The `sandbox` environment, with real bubblewrap and real Harbor trials."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harbor import (
+    Trial,
+    TrialAgentConfig,
+    TrialConfig,
+    TrialEnvironmentConfig,
+    TrialResult,
+    TrialTaskConfig,
+    TrialVerifierConfig,
+)
+from harbor.environments.base import SandboxBuildFailedError
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
+from dockyard.rollout.sandbox import ENVIRONMENT, VERIFIER
+from dockyard.rollout.sandbox.check import check_sandbox, diagnose
+from dockyard.rollout.sandbox.client import KILLED, Output, SandboxDiedError
+from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
+from dockyard.rollout.sandbox.environment import SandboxEnvironment
+
+pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
+
+SOURCES = Path(__file__).parent.parent / "src"
+SOLVE = "echo 42 >/app/answer.txt\n"
+COUNT = "set -- /proc/[0-9]*; echo $#"  # of processes, without starting one
+GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt\n'
+
+
+@contextlib.asynccontextmanager
+async def sandbox(
+    tmp_path: Path,
+    dockerfile: str | None = "FROM scratch\n",
+    *,
+    files: dict[str, str] | None = None,
+    config: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> AsyncGenerator[SandboxEnvironment]:
+    folder = tmp_path / "environment"
+    for name, text in {"Dockerfile": dockerfile, **(files or {})}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
+    environment = SandboxEnvironment(
+        environment_dir=folder,
+        environment_name="tiny",
+        session_id="tiny__env",
+        trial_paths=TrialPaths(trial_dir=tmp_path / "trial"),
+        task_env_config=EnvironmentConfig(**(config or {})),
+        **kwargs,
+    )
+    await environment.start(force_build=False)
+    try:
+        yield environment
+    finally:
+        await environment.stop(delete=True)
+
+
+def write_task(
+    folder: Path, *, solve: str = SOLVE, test: str = GRADE, dockerfile: str = "FROM x\n", toml: str = ""
+) -> Path:
+    for name, text in {
+        "task.toml": f'schema_version = "1.4"\n{toml}\n[task]\nname = "tests/tiny"\n',
+        "instruction.md": "Write 42 into /app/answer.txt.\n",
+        "environment/Dockerfile": dockerfile,
+        "solution/solve.sh": f"#!/bin/bash\n{solve}",
+        "tests/test.sh": f"#!/bin/bash\n{test}",
+    }.items():
+        path = folder / "tiny" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "tiny"
+
+
+async def run_trial(task: Path, agent: str = "oracle", *, verifier: str | None = VERIFIER) -> TrialResult:
+    config = TrialConfig(
+        task=TrialTaskConfig(path=task),
+        trials_dir=task.parent / "trials",
+        agent=TrialAgentConfig(name=agent),
+        environment=TrialEnvironmentConfig(import_path=ENVIRONMENT),
+        verifier=TrialVerifierConfig(import_path=verifier),
+    )
+    return await (await Trial.create(config)).run()
+
+
+def reward(result: TrialResult) -> float:
+    assert result.verifier_result is not None, result.exception_info
+    assert result.verifier_result.rewards is not None
+    return result.verifier_result.rewards["reward"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that the host sees."""
+
+    command: str
+    user: int
+
+
+def processes(marker: str) -> list[Process]:
+    """Those in sandboxes whose command line contains the marker."""
+    found: list[Process] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if marker in command and "python" not in command:
+                found.append(Process(command, path.stat().st_uid))
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> str:
+    """An argument of `sleep` that no other process has."""
+    return f"{100 + os.getpid()}.{time.time_ns() % 10**9:09d}"
+
+
+async def test_the_reference_solution_earns_one_and_doing_nothing_earns_zero(tmp_path: Path):
+    task = write_task(tmp_path)
+    oracle, nop = await run_trial(task), await run_trial(task, "nop")
+    assert (reward(oracle), oracle.exception_info) == (1.0, None)
+    assert (reward(nop), nop.exception_info) == (0.0, None)
+
+
+async def test_a_reward_between_zero_and_one_arrives_as_it_is(tmp_path: Path):
+    task = write_task(tmp_path, test="echo 0.5 >/logs/verifier/reward.txt\n")
+    assert reward(await run_trial(task)) == 0.5
+
+
+async def test_a_process_that_keeps_rewriting_the_reward_wins_nothing_once_sealed(tmp_path: Path):
+    cheat = "(while :; do echo 1 >/logs/verifier/reward.txt; sleep 0.01; done) >/dev/null 2>&1 &\n"
+    task = write_task(tmp_path, solve=cheat, test=f"{GRADE}sleep 0.2\n")
+    assert reward(await run_trial(task, verifier=None)) == 1.0
+    assert reward(await run_trial(task)) == 0.0
+
+
+async def test_a_separate_verifier_gets_the_artifacts_and_they_are_not_wiped(tmp_path: Path):
+    task = write_task(
+        tmp_path,
+        solve="echo 42 >/logs/artifacts/answer.txt; echo 42 >/tmp/answer.txt\n",
+        test="cat /logs/artifacts/answer.txt /tmp/answer.txt | tr -d '\\n' >/logs/verifier/reward.txt\n",
+        toml='artifacts = ["/tmp/answer.txt"]\n[verifier]\nenvironment_mode = "separate"\n',
+    )
+    assert reward(await run_trial(task)) == 4242.0
+
+
+async def test_a_full_disk_is_graded(tmp_path: Path):
+    task = write_task(
+        tmp_path,
+        solve=f"{SOLVE}cat /dev/zero >/app/full; cat /dev/zero >/tmp/full\n",
+        toml="[environment]\nstorage_mb = 8\n",
+    )
+    result = await run_trial(task)
+    assert (reward(result), result.exception_info) == (1.0, None)
+
+
+async def test_a_dockerfile_that_runs_commands_fails_its_trial_with_the_line_and_the_way_out(tmp_path: Path):
+    result = await run_trial(write_task(tmp_path, dockerfile="FROM x\n\nRUN apt-get install -y \\\n  gcc\n"))
+    assert result.exception_info is not None
+    assert result.exception_info.exception_type == "SandboxBuildFailedError"
+    assert "line 3 of its Dockerfile, `RUN apt-get install -y gcc`" in result.exception_info.exception_message
+    assert 'environment.type = "docker"' in result.exception_info.exception_message
+
+
+async def test_a_command_reports_its_streams_and_return_code(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        result = await environment.exec("echo out; echo err >&2; cat; exit 3")
+        assert (result.stdout, result.stderr, result.return_code) == ("out\n", "err\n", 3)
+        assert (await environment.exec("kill -TERM $$")).return_code == 128 + signal.SIGTERM
+        own_limit = await environment.exec("timeout 0.1 sleep 9", timeout_sec=9)
+        assert (own_limit.return_code, own_limit.stderr) == (124, "")
+
+
+async def test_a_command_has_the_variables_and_the_folder_it_was_given(tmp_path: Path):
+    dockerfile = "FROM x\nENV A=image B=image\nWORKDIR /work\n"
+    async with sandbox(tmp_path, dockerfile, persistent_env={"B": "trial"}) as environment:
+        result = await environment.exec("echo $A $B $C $PWD $HOME", env={"C": "call"})
+        assert result.stdout == "image trial call /work /root\n"
+        assert (await environment.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
+        missing = await environment.exec("pwd", cwd="/missing")
+        assert missing.return_code == 126
+        assert "/missing" in (missing.stderr or "")
+
+
+async def test_a_request_may_be_larger_than_a_socket_buffer(tmp_path: Path):
+    env = {f"V{i}": "x" * 100_000 for i in range(5)}
+    async with sandbox(tmp_path) as environment:
+        assert (await environment.exec("echo ${#V4}", env=env)).stdout == "100000\n"
+
+
+async def test_twenty_commands_at_once_get_their_own_output(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        results = await asyncio.gather(*(environment.exec(f"echo {i}") for i in range(20)))
+        assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]
+
+
+async def test_a_command_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path) as environment:
+        command = f"echo begun; (setsid sleep {marker} &); setsid bash -c 'sleep {marker} &'; sleep {marker}"
+        running = asyncio.create_task(environment.exec(command, timeout_sec=1))
+        await until(lambda: [p.command for p in processes(marker)] == [f"sleep {marker} "] * 3)
+        result = await running
+        assert result.return_code == 124
+        assert result.stdout == "begun\n"
+        assert "killed after 1 s" in (result.stderr or "")
+        assert processes(marker) == []
+        assert (await environment.exec("echo alive")).stdout == "alive\n"
+
+
+async def test_cancelling_a_command_leaves_nothing_of_it(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path) as environment:
+        running = asyncio.create_task(environment.exec(f"(setsid sleep {marker} &); sleep {marker}"))
+        await until(lambda: len(processes(marker)) == 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda: processes(marker) == [])
+        assert (await environment.exec("echo alive")).stdout == "alive\n"
+
+
+async def test_a_background_process_outlives_its_command_and_ends_with_the_seal(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path) as environment:
+        started = time.monotonic()
+        assert (await environment.exec(f"sleep {marker} & echo started")).stdout == "started\n"
+        assert time.monotonic() - started < 2
+        assert (await environment.exec(f"pgrep -fx 'sleep {marker}'")).return_code == 0
+        await environment.seal()
+        assert processes(marker) == []
+
+
+async def test_a_background_process_may_go_on_writing_to_the_output_of_its_command(tmp_path: Path):
+    noisy = "(for i in $(seq 30); do echo {1..5000}; done; echo survived >/tmp/result) & echo started"
+    async with sandbox(tmp_path) as environment:
+        assert (await environment.exec(noisy)).stdout is not None
+        async with asyncio.timeout(5):
+            while (await environment.exec("cat /tmp/result")).stdout != "survived\n":
+                await asyncio.sleep(0.02)
+
+
+async def test_killing_everything_from_inside_is_reported_and_survived(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        assert (await environment.exec("kill -9 -1; sleep 5")).return_code == KILLED
+        assert (await environment.exec("echo alive")).stdout == "alive\n"
+
+
+async def test_a_sandbox_that_died_says_so(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path) as environment:
+        running = asyncio.create_task(environment.exec(f"sleep {marker}"))
+        await until(lambda: processes(marker) != [])
+        assert environment._sandbox is not None
+        environment._sandbox._process.kill()
+        with pytest.raises(SandboxDiedError):
+            await running
+        with pytest.raises(SandboxDiedError):
+            await environment.exec("true")
+
+
+async def test_only_the_first_and_last_megabyte_of_output_are_kept(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        text = (await environment.exec("echo first; head -c 5000000 /dev/zero | tr '\\0' x; echo last")).stdout or ""
+    assert text.startswith("first\n")
+    assert text.endswith("last\n")
+    assert "bytes left out" in text
+    assert len(text) < 2.1 * 2**20
+
+
+def test_output_up_to_the_limit_is_kept_whole():
+    output = Output(keep_bytes=4)
+    for part in (b"ab", b"cde", b"fgh"):
+        output.write(part)
+    assert output.text() == "abcdefgh"
+    output.write(b"ij")
+    assert output.text() == "abcd\n[2 bytes left out]\nghij"
+
+
+async def test_another_user_than_root_is_refused_with_the_way_out(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        with pytest.raises(SandboxBuildFailedError, match="user `agent`"):
+            await environment.exec("true", user="agent")
+
+
+async def test_nothing_of_the_host_is_visible_but_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRIVER_SECRET", "hunter2")
+    (tmp_path / "secret").write_text("hunter2")
+    async with sandbox(tmp_path) as environment:
+        look = "ls / /root /home /tmp /opt /run; cat /proc/*/environ; env"
+        seen = await environment.exec(look)
+        assert "hunter2" not in (seen.stdout or "")
+        names = set((seen.stdout or "").split())
+        assert {"app", "logs", "tests", "usr"} <= names
+        assert not names & {"boot", "sys", "mnt", "media", "lost+found", "work"}
+        for path in ("/etc/shadow", "/proc/1/environ", "/proc/1/mem", "/proc/1/fd/0", tmp_path / "secret", sys.prefix):
+            assert (await environment.exec(f"ls {path}/ || cat {path}")).return_code != 0, path
+
+
+async def test_the_processes_of_the_host_are_out_of_reach(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        pids = (await environment.exec("cd /proc; echo [0-9]*")).stdout or ""
+        assert len(pids.split()) < 10
+        powers = await environment.exec("grep -E '^Cap(Eff|Bnd)|^NoNewPrivs' /proc/self/status | tr -d '[:space:]'")
+        assert powers.stdout == "CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
+
+
+async def test_tools_and_settings_are_read_only(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        for path in ("/usr/x", "/usr/local/bin/x", "/etc/ld.so.preload", "/bin/x", "/dev/x"):
+            assert "Read-only" in ((await environment.exec(f"touch {path}")).stderr or ""), path
+
+
+async def test_there_is_no_network_unless_asked_for(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}"
+        async with sandbox(tmp_path) as environment:
+            assert (await environment.exec(connect)).return_code != 0
+        async with sandbox(tmp_path, network=True) as environment:
+            assert (await environment.exec(connect)).return_code == 0
+        async with sandbox(tmp_path, config={"network_mode": "no-network"}) as environment:
+            assert (await environment.exec(connect)).return_code != 0
+
+
+async def test_two_sandboxes_share_nothing(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path / "a") as a, sandbox(tmp_path / "b") as b:
+        await asyncio.gather(a.exec(f"echo a >/app/x; sleep {marker} &"), b.exec(f"echo b >/app/x; sleep {marker} &"))
+        read = await asyncio.gather(a.exec("cat /app/x"), b.exec("cat /app/x"))
+        assert [result.stdout for result in read] == ["a\n", "b\n"]
+        await a.exec("kill -9 -1")
+        assert len(processes(f"sleep {marker}")) == 1
+        await a.stop(delete=True)
+        assert (await b.exec("cat /app/x")).stdout == "b\n"
+
+
+async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):
+    async with sandbox(tmp_path, max_processes=64) as environment:
+        await environment.exec("bomb() { bomb | bomb & }; bomb")
+        counts = [int((await environment.exec(COUNT)).stdout or 0) for _ in range(20)]
+        assert 50 < max(counts) < 80
+        await environment.seal()
+        assert (await environment.exec(COUNT)).stdout == "3\n"  # the server, a supervisor, this one
+
+
+async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path):
+    async with sandbox(tmp_path, max_processes=64) as environment:
+        await environment.exec("bomb() { bomb | bomb & wait; }; bomb; sleep 9", timeout_sec=1)
+        assert (await environment.exec(COUNT)).stdout == "3\n"
+
+
+async def test_the_disk_is_as_large_as_the_task_says(tmp_path: Path):
+    async with sandbox(tmp_path, config={"storage_mb": 8}) as environment:
+        for folder in ("/app", "/tests", "/logs/agent", "/dev/shm"):
+            full = await environment.exec(f"cat /dev/zero >{folder}/full; stat -c %s {folder}/full")
+            assert "No space left" in (full.stderr or "")
+            assert int(full.stdout or 0) <= 64 << 20
+
+
+async def test_a_process_has_as_much_memory_as_the_task_says(tmp_path: Path):
+    hungry = "head -c 50000000 /dev/zero | tail -n 1 | wc -c"  # tail holds the whole line
+    async with sandbox(tmp_path, config={"memory_mb": 32}) as environment:
+        assert "memory exhausted" in ((await environment.exec(hungry)).stderr or "")
+    async with sandbox(tmp_path) as environment:
+        assert (await environment.exec(hungry)).stdout == "50000000\n"
+
+
+async def test_the_seal_empties_what_could_trap_the_tests_and_keeps_the_work(tmp_path: Path):
+    async with sandbox(tmp_path, "FROM x\nCOPY seed /root/seed\n", files={"seed": "seed"}) as environment:
+        await environment.exec("rm -rf /tmp; ln -s /app /tmp; echo work >/app/work; echo trap >/root/seed")
+        await environment.exec(
+            "mkdir -p /root/.config/deep /tests/x; touch /root/.config/deep/y; chmod 0 /root/.config"
+        )
+        await environment.seal()
+        left = await environment.exec(
+            "find /root /tests /tmp /logs/verifier -mindepth 1; stat -c %a /tmp; cat work ~/seed"
+        )
+        assert (left.stdout, left.stderr) == ("/root/seed\n1777\nwork\nseed", "")
+
+
+async def test_the_seal_keeps_a_home_that_is_the_working_folder(tmp_path: Path):
+    async with sandbox(tmp_path, "FROM x\nWORKDIR /root/project\n") as environment:
+        await environment.exec("echo work >file; echo trap >/tmp/trap")
+        await environment.seal()
+        assert (await environment.exec("cat file; ls /tmp")).stdout == "work\n"
+
+
+async def test_folders_go_in_and_out_with_contents_and_permissions(tmp_path: Path):
+    source = tmp_path / "source"
+    (source / "sub" / "empty").mkdir(parents=True)
+    (source / "run.sh").write_text("echo ran")
+    (source / "run.sh").chmod(0o755)
+    (source / "sub" / "data").write_bytes(bytes(range(256)))
+    async with sandbox(tmp_path) as environment:
+        await environment.upload_dir(source_dir=source, target_dir="/app/copy")
+        assert (await environment.exec("copy/run.sh || ./copy/run.sh")).stdout == "ran\n"
+        await environment.download_dir(source_dir="/app/copy", target_dir=tmp_path / "back")
+    assert (tmp_path / "back/sub/data").read_bytes() == bytes(range(256))
+    assert (tmp_path / "back/sub/empty").is_dir()
+    assert os.access(tmp_path / "back/run.sh", os.X_OK)
+
+
+async def test_files_go_in_and_out_also_into_an_existing_folder(tmp_path: Path):
+    source = tmp_path / "one.txt"
+    source.write_text("1")
+    async with sandbox(tmp_path) as environment:
+        await environment.upload_file(source_path=source, target_path="/app/new/two.txt")
+        await environment.upload_file(source_path=source, target_path="/app/new")
+        assert (await environment.exec("ls new")).stdout == "one.txt\ntwo.txt\n"
+        await environment.download_file(source_path="/app/new/two.txt", target_path=tmp_path / "back/two.txt")
+        assert (tmp_path / "back/two.txt").read_text() == "1"
+        with pytest.raises(RuntimeError, match="not a file: /app/none"):
+            await environment.download_file(source_path="/app/none", target_path=tmp_path / "none")
+
+
+async def test_links_and_pipes_stay_inside_on_download(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    make = f"ln -s {secret} link; ln -s {tmp_path} folder; mkfifo pipe; echo real >file; ln file hard"
+    async with sandbox(tmp_path) as environment:
+        await environment.exec(make)
+        await environment.download_dir(source_dir="/app", target_dir=tmp_path / "back")
+        for name in ("link", "pipe"):
+            with pytest.raises(RuntimeError, match="not a file"):
+                await environment.download_file(source_path=f"/app/{name}", target_path=tmp_path / "x")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["file", "hard"]
+    assert (tmp_path / "back/hard").read_text() == "real\n"
+
+
+async def test_a_download_larger_than_the_disk_is_refused(tmp_path: Path):
+    async with sandbox(tmp_path, config={"storage_mb": 8}) as environment:
+        await environment.exec("truncate -s 1T /app/huge")
+        with pytest.raises(RuntimeError, match="larger than the sandbox's 8 MB"):
+            await environment.download_dir(source_dir="/app", target_dir=tmp_path / "back")
+        with pytest.raises(RuntimeError, match="larger than the sandbox's 8 MB"):
+            await environment.download_file(source_path="/app/huge", target_path=tmp_path / "huge")
+
+
+async def test_local_files_are_copied_as_the_dockerfile_says(tmp_path: Path):
+    files = {"data/a.txt": "a", "run.sh": "echo ran"}
+    dockerfile = """
+# a comment
+FROM ubuntu:24.04 AS base
+ARG TARGET=/srv/tool
+ENV NAME="two words" \\
+    PLACE=${TARGET}/bin
+WORKDIR /work
+WORKDIR sub
+COPY data ./data
+COPY --chmod=755 --chown=me:me ["run.sh", "$PLACE/"]
+ADD *.sh data/a.txt /opt/mixed/
+USER root
+EXPOSE 80
+CMD ["sleep", "infinity"]
+"""
+    async with sandbox(tmp_path, dockerfile, files=files) as environment:
+        result = await environment.exec('pwd; cat data/a.txt; /srv/tool/bin/run.sh; ls /opt/mixed; echo "$NAME"')
+        assert result.stdout == "/work/sub\naran\na.txt\nrun.sh\ntwo words\n"
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "reason"),
+    [
+        ("FROM x\nRUN true\n", "line 2 .*`RUN true`: a sandbox cannot build images"),
+        ("FROM x\nUSER agent\n", "line 2 .*no user but root"),
+        ("FROM x\nCOPY --from=base /a /b\n", "cannot copy from other images"),
+        ("FROM x\nADD https://example.com/a /a\n", "only files next to the Dockerfile"),
+        ("FROM x\nADD a.tar.gz /a\n", "archives are not unpacked"),
+        ("FROM x\nCOPY Dockerfile /usr/bin/tool\n", "`/usr/bin/tool` is read-only"),
+        ("FROM x\nWORKDIR /app\nCOPY Dockerfile ../usr/x\n", "line 3 .*`/usr/x` is read-only"),
+        ("FROM x\nWORKDIR /usr/src/app\n", "line 2 .*`/usr/src/app` is read-only"),
+        ("FROM x\nCOPY missing /app/\n", "`missing` is not next to"),
+        ("FROM x\nCOPY ../outside /app/\n", "`../outside` is not next to"),
+        ("FROM x\nCOPY link /app/\n", "`link` is not next to"),
+        ("FROM x\nCOPY <<EOF /app/file\nhello\nEOF\n", "only files next to the Dockerfile"),
+        ("FROM x\nFLY away\n", "unknown instruction"),
+    ],
+)
+def test_what_a_sandbox_cannot_build_is_named_with_its_line(tmp_path: Path, dockerfile: str, reason: str):
+    context = tmp_path / "context"
+    context.mkdir()
+    (tmp_path / "outside").write_text("")
+    (context / "link").symlink_to("../outside")
+    (context / "Dockerfile").write_text(dockerfile)
+    with pytest.raises(DockerfileError, match=reason):
+        read_image(context / "Dockerfile")
+
+
+async def test_a_working_folder_that_cannot_be_made_fails_the_start(tmp_path: Path):
+    with pytest.raises(SandboxBuildFailedError, match="Read-only"):
+        async with sandbox(tmp_path, config={"workdir": "/usr/src/app"}):
+            pass
+
+
+async def test_files_of_a_task_with_a_prebuilt_image_are_uploaded(tmp_path: Path):
+    async with sandbox(tmp_path, None, config={"docker_image": "ubuntu:24.04"}, files={"data": "1"}) as environment:
+        assert (await environment.exec("cat data; pwd")).stdout == "1/app\n"
+
+
+async def test_compose_files_are_refused(tmp_path: Path):
+    with pytest.raises(SandboxBuildFailedError, match=r"docker-compose\.yaml"):
+        async with sandbox(tmp_path, files={"docker-compose.yaml": "services: {}"}):
+            pass
+
+
+DRIVER = """
+import asyncio, pathlib, sys
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+from dockyard.rollout.sandbox.environment import SandboxEnvironment
+
+async def main(marker, folder):
+    environment = SandboxEnvironment(
+        environment_dir=folder, environment_name="tiny", session_id="tiny__env",
+        trial_paths=TrialPaths(trial_dir=folder), task_env_config=EnvironmentConfig(),
+    )
+    await environment.start(force_build=False)
+    await environment.exec(f"(setsid sleep {marker} &); sleep {marker}")
+
+asyncio.run(main(sys.argv[1], pathlib.Path(sys.argv[2])))
+"""
+
+
+@contextlib.contextmanager
+def start_driver(marker: str, folder: Path, user: int | None) -> Generator[subprocess.Popen[bytes]]:
+    """A driver as some user, although the folder of this Python may be closed to that user."""
+    prefix = os.open(sys.base_prefix, os.O_PATH)
+    home = f"/proc/self/fd/{prefix}"
+    env = {
+        "PYTHONHOME": home,
+        "PYTHONPATH": f"{SOURCES}:{Path(pytest.__file__).parent.parent}",
+        "LD_LIBRARY_PATH": f"{home}/lib",
+        "HOME": str(folder),
+        "TMPDIR": str(folder / "scratch"),
+        "HARBOR_TELEMETRY": "off",
+    }
+    with subprocess.Popen(
+        [f"{home}/bin/python{sys.version_info.major}.{sys.version_info.minor}", "-c", DRIVER, marker, folder],
+        env=env,
+        pass_fds=[prefix],
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+        cwd="/",
+    ) as driver:
+        os.close(prefix)
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+@pytest.mark.parametrize("user", [None, 54321], ids=["this user", "an ordinary user"])
+async def test_killing_the_driver_leaves_no_process_and_no_file(marker: str, user: int | None):
+    user = user if os.geteuid() == 0 else None  # else an ordinary user is what we are
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "scratch").mkdir()
+        for path in (folder, folder / "scratch"):
+            path.chmod(0o777)
+        with start_driver(marker, folder, user) as driver:
+            await until(lambda: len(processes(marker)) == 2 or driver.poll() is not None)
+            users = {process.user for process in processes(marker)}
+        await until(lambda: processes(marker) == [])
+        assert list((folder / "scratch").iterdir()) == []
+    assert len(users) == 1
+    assert 0 not in users
+    assert user is None or users == {user}
+
+
+def test_a_sandbox_can_start_here():
+    assert check_sandbox() is None
+
+
+async def test_the_check_also_works_under_a_running_event_loop():
+    assert check_sandbox() is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "hint"),
+    [
+        ("proc/sys/user/max_user_namespaces", "0\n", "sysctl -w user.max_user_namespaces=15000"),
+        ("proc/sys/kernel/unprivileged_userns_clone", "0\n", "sysctl -w kernel.unprivileged_userns_clone=1"),
+        ("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1\n", "apparmor_restrict_unprivileged_userns=0"),
+        (".dockerenv", "", "--privileged"),
+        ("etc/passwd", "", 'environment.type = "docker"'),
+    ],
+)
+def test_a_machine_that_forbids_sandboxes_is_told_what_to_change(tmp_path: Path, file: str, text: str, hint: str):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    problem = diagnose("bwrap: setting up uid map: Permission denied\n", tmp_path)
+    assert problem.message == "no sandbox can start here: bwrap: setting up uid map: Permission denied"
+    assert hint in problem.hint
