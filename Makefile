@@ -14,8 +14,9 @@ demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" pas
 	@sh tools/install.sh demo
 	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
 
-test: check ## check, then the unit tests, then the slow ones (a real model, or long)
-	$(BIN)/pytest -m "not slow"
+test: check ## check, then the unit tests, then those with real processes, then the slow ones
+	$(BIN)/pytest -m "not real and not slow"
+	$(BIN)/pytest -m "real and not slow"
 	$(BIN)/pytest -m slow
 
 check: dev ## lint, format, types and import direction

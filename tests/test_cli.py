@@ -28,10 +28,10 @@ class FakeTraining:
     """A training loop that remembers how it was called and ends as told."""
 
     error: BaseException | None = None
-    calls: list[tuple[RunConfig, Path, bool]] = field(default_factory=list)
+    calls: list[tuple[RunConfig, Path]] = field(default_factory=list)
 
-    def __call__(self, config: RunConfig, *, run_dir: RunDir, resume: bool) -> None:
-        self.calls.append((config, run_dir.path, resume))
+    def __call__(self, config: RunConfig, *, run_dir: RunDir) -> None:
+        self.calls.append((config, run_dir.path))
         if self.error:
             raise self.error
         run_dir.write_summary({"reward": 0.5})
@@ -120,8 +120,8 @@ def test_misuse_exits_2_and_says_the_way_out(
 def test_training_gets_the_settings_and_the_open_run(tmp_path: Path):
     training = FakeTraining()
     assert main(["train", *DEMO, "--run_dir", "mine", "--steps", "3"], run_training=training) == 0
-    [(config, path, resume)] = training.calls
-    assert (config.steps, path, resume) == (3, tmp_path / "mine", False)
+    [(config, path)] = training.calls
+    assert (config.steps, path) == (3, tmp_path / "mine")
     assert (tmp_path / "mine" / "config.toml").exists()
 
 
@@ -132,11 +132,7 @@ def test_a_run_is_resumed_with_its_own_settings(capsys: pytest.CaptureFixture[st
     assert "--resume mine" in capsys.readouterr().err
     assert main(["train", "--resume", "mine", "--steps=9"], run_training=training) == 0
     assert main(["train", *DEMO, "--run_dir=mine", "--overwrite"], run_training=training) == 0
-    assert [(config.seed, config.steps, resume) for config, _, resume in training.calls] == [
-        (3, 50, False),
-        (3, 9, True),
-        (0, 50, False),
-    ]
+    assert [(config.seed, config.steps) for config, _ in training.calls] == [(3, 50), (3, 9), (0, 50)]
 
 
 def test_a_dry_run_of_a_resume_shows_its_settings_and_changes_nothing(capsys: pytest.CaptureFixture[str]):
@@ -199,6 +195,7 @@ def test_harbor_is_told_to_stay_quiet_unless_the_user_says_otherwise(monkeypatch
     assert (os.environ["LITELLM_LOCAL_MODEL_COST_MAP"], os.environ["HARBOR_TELEMETRY"]) == ("True", "on")
 
 
+@pytest.mark.real
 def test_a_reader_that_leaves_early_is_no_error():
     script = "import sys; from dockyard.cli import main; sys.exit(main(['train', '--dry-run', '--tasks.source=demo']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -211,7 +208,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 WAIT_SYNC = """
 import time
-def training(config, *, run_dir, resume):
+def training(config, *, run_dir):
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -229,7 +226,7 @@ async def work():
     finally:
         await asyncio.sleep(0)  # cleaning up may wait
         print("cleaned up", flush=True)
-def training(config, *, run_dir, resume):
+def training(config, *, run_dir):
     interrupt.run(work())
 """
 
@@ -243,7 +240,7 @@ async def work():
     finally:
         print("stuck", flush=True)
         time.sleep(60)
-def training(config, *, run_dir, resume):
+def training(config, *, run_dir):
     interrupt.run(work())
 """
 
@@ -256,7 +253,7 @@ async def work():
         await asyncio.sleep(60)
     except asyncio.CancelledError:
         print("cleaned up", flush=True)  # and returns as if nothing had happened
-def training(config, *, run_dir, resume):
+def training(config, *, run_dir):
     interrupt.run(work())
 """
 
@@ -273,6 +270,7 @@ def start(training: str, folder: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("training", [WAIT_SYNC, WAIT_ASYNC, STUBBORN], ids=["sync", "async", "stubborn"])
 def test_the_first_signal_stops_cleanly(tmp_path: Path, training: str, number: signal.Signals):
@@ -283,6 +281,7 @@ def test_the_first_signal_stops_cleanly(tmp_path: Path, training: str, number: s
     assert err == "stopped; `dockyard train --resume mine` continues\n"
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_process_at_once(tmp_path: Path, number: signal.Signals):
     with start(STUCK, tmp_path) as process:
@@ -296,6 +295,7 @@ def test_the_second_signal_ends_the_process_at_once(tmp_path: Path, number: sign
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
 def test_errors_are_coloured_on_a_terminal_unless_no_color_is_set(no_color: str, coloured: bool):
     ours, theirs = pty.openpty()
@@ -308,3 +308,11 @@ def test_errors_are_coloured_on_a_terminal_unless_no_color_is_set(no_color: str,
     assert done.returncode == 2
     assert ("\x1b[" in shown) is coloured
     assert "`trian` is not a verb" in shown
+
+
+def test_demo_tasks_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["tasks", "demo", "mine"]) == 0
+    assert "wrote mine/train and mine/heldout" in capsys.readouterr().err
+    assert len(list((tmp_path / "mine/heldout").iterdir())) == 32
+    assert main(["tasks", "demo", "mine"]) == 2
+    assert "`mine/train` is already there" in capsys.readouterr().err

@@ -35,7 +35,7 @@ ORDER = (
     "__main__",
 )
 TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
-TORCH_ALLOWED = ("engine/transformers*", "engine/model*", "engine/kv*", "rl/loss*", "rl/pack*", "trainer/*")
+TORCH_ALLOWED = ("engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
 WITHOUT_TORCH = ("dockyard", "dockyard.cli", "dockyard.doctor", "dockyard.gateway", "dockyard.rollout")
 
 

@@ -34,7 +34,10 @@ from dockyard.rollout.sandbox.client import KILLED, Output, SandboxDiedError
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
 
-pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning"),  # Harbor's own
+]
 
 SOURCES = Path(__file__).parent.parent / "src"
 SOLVE = "echo 42 >/app/answer.txt\n"

@@ -228,6 +228,14 @@ def _configure_logging(*, debug: bool) -> None:
         datefmt="%H:%M:%S",
     )
     logging.getLogger("dockyard").setLevel(logging.DEBUG if debug else logging.INFO)
+    if not debug:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_is_worth_showing)
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """What goes wrong in a trial is on its rollout; Harbor would say it once more for each."""
+    return not record.name.startswith("harbor") or record.levelno >= logging.ERROR
 
 
 def _print(text: str) -> None:
@@ -259,5 +267,9 @@ def _show(error: DockyardError, *, debug: bool) -> None:
 def _write_demo_tasks(folder: Path) -> int:
     from dockyard.tasks.demo import write_demo_tasks
 
+    for name in ("train", "heldout"):
+        if (folder / name).exists():
+            raise UsageError(f"`{folder / name}` is already there", hint="choose another folder, or remove it first")
     write_demo_tasks(folder)
+    _say(f"wrote {folder / 'train'} and {folder / 'heldout'}")
     return 0

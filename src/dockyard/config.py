@@ -136,7 +136,7 @@ class TrainerConfig(Config):
     """Gradients are scaled down to this norm."""
     lora_r: int = Field(default=16, ge=1)
     """Rank of the LoRA adapters."""
-    lora_alpha: float = Field(default=32, gt=0)
+    lora_alpha: int = Field(default=32, ge=1)
     """Scale of the LoRA adapters: their output is multiplied by alpha / r."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Tokens in one forward and backward pass. Longer sequences go alone."""

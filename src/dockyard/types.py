@@ -20,6 +20,8 @@ class Task:
     path: Path
     kind: str
     """`[metadata] kind` of its task.toml; results are averaged per kind first. Empty when the task names none."""
+    agent_timeout_s: float | None = None
+    """`[agent] timeout_sec` of its task.toml."""
 
 
 class Finish(StrEnum):

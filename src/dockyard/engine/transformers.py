@@ -198,6 +198,8 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as fit."""
+        if self._waiting and not self._rows:
+            self._kv = KVRows(self._shape)  # or where rows stood before would show in the last digits
         while self._waiting and len(self._rows) < self._max_batch:
             self._prefill(*self._choose())
 
@@ -307,7 +309,9 @@ def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> 
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     draws_B1 = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)[:, None]
     drawn_B1 = torch.searchsorted(cumulative_BV, draws_B1 * cumulative_BV[:, -1:], right=True)
-    ids_B1 = torch.where(greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), drawn_B1.clamp(max=logits_BV.shape[1] - 1))
+    ids_B1 = torch.where(
+        greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), drawn_B1.clamp(max=logits_BV.shape[1] - 1)
+    )
     logprobs_B = logprobs_BV.gather(1, ids_B1)[:, 0].masked_fill(greedy_B, 0.0)
     return ids_B1[:, 0].tolist(), logprobs_B.tolist()
 
@@ -316,6 +320,8 @@ def load_adapter(model: Any, adapter_dir: Path) -> Any:
     """The model with this LoRA adapter's weights in place of the ones it had."""
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
+    if not (adapter_dir / "adapter_config.json").is_file():  # PEFT would look for the folder's name on the Hub
+        raise EngineError(f"`{adapter_dir}` holds no adapter", hint="an adapter folder is what PEFT's save writes")
     if isinstance(model, PeftModel):
         weights = load_peft_weights(str(adapter_dir), device=str(model.device))
         set_peft_model_state_dict(model, weights)

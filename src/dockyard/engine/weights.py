@@ -3,7 +3,7 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +40,7 @@ def load_model(folder: Path, config: ModelConfig) -> Any:
             f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
             hint="a model folder is what `save_pretrained` writes: config.json, safetensors, tokenizer.json",
         ) from error
-    return model.to(device)
+    return cast(Any, model).to(device)
 
 
 def share_weights(model: Any) -> Any:
@@ -53,7 +53,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the quantised model as an ordinary model folder in bfloat16. transformers shows how far it is."""
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     del config.quantization_config  # save_pretrained refuses a model that says it is quantised
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())

@@ -15,4 +15,3 @@ def group_advantages(rewards: list[float]) -> list[float]:
     values = np.array(rewards, dtype=np.float64)
     centred = values - values.mean()
     return (centred / (values.std(ddof=1) + _EPSILON)).tolist()
-

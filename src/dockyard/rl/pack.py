@@ -45,7 +45,7 @@ class Row:
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
-    """Rows of at most `max_tokens` tokens each; a longer sequence goes alone. Sequences that begin alike stay together."""
+    """Rows of at most `max_tokens` tokens; a longer sequence goes alone. Sequences that begin alike stay together."""
     ordered = sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
     rows: list[list[Example]] = []
     size = 0

@@ -36,7 +36,7 @@ WIRED = ("shell", "oracle", "nop", "terminus-2")
 
 def agent_config(config: AgentConfig, endpoint: Endpoint, timeout_s: float) -> TrialAgentConfig:
     """Harbor's settings for this run's agent in one rollout."""
-    common: dict[str, Any] = {"max_timeout_sec": timeout_s}
+    common: dict[str, Any] = {"override_timeout_sec": timeout_s}
     if ":" in config.name:
         return TrialAgentConfig(
             import_path=config.name,
@@ -85,13 +85,16 @@ def check_names(agent: AgentConfig, environment: EnvironmentConfig) -> None:
     known = sorted(AgentName.values() | {"shell"})
     if agent.name not in WIRED and ":" not in agent.name:
         if agent.name in known:
-            message = f"`agent.name` is `{agent.name}`, which needs tools or a dialect that the gateway does not speak yet"
+            message = (
+                f"`agent.name` is `{agent.name}`, which needs tools or a dialect that the gateway does not speak yet"
+            )
             raise UsageError(message, hint=f"what runs: {', '.join(WIRED)}, or your own `module:Class`")
         raise UsageError(f"`agent.name` is `{agent.name}`, which is no agent", hint=_nearest(agent.name, list(WIRED)))
     types = ["sandbox", *(kind.value for kind in EnvironmentType)]
     if environment.type not in types:
         raise UsageError(
-            f"`environment.type` is `{environment.type}`, which is no environment", hint=_nearest(environment.type, types)
+            f"`environment.type` is `{environment.type}`, which is no environment",
+            hint=_nearest(environment.type, types),
         )
 
 

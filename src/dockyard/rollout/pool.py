@@ -34,6 +34,8 @@ class Order:
     group_size: int
     temperature: float
     seed: int
+    stream: str
+    """What the random streams are named after: phases that share it draw the same numbers."""
 
     def attempts(self) -> list[Attempt]:
         return [
@@ -42,7 +44,7 @@ class Order:
                 task=task,
                 group=group,
                 index=index,
-                seed=_seed(self.seed, self.phase, group, index),
+                seed=_seed(self.seed, self.stream, group, index),
                 temperature=self.temperature,
             )
             for group, task in enumerate(self.tasks)
@@ -118,8 +120,8 @@ class Pool:
             )
 
 
-def _seed(run_seed: int, phase: str, group: int, index: int) -> int:
-    digest = blake2b(f"{run_seed}/{phase}/{group}/{index}".encode(), digest_size=8).digest()
+def _seed(run_seed: int, stream: str, group: int, index: int) -> int:
+    digest = blake2b(f"{run_seed}/{stream}/{group}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 

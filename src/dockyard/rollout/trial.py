@@ -61,7 +61,7 @@ class TrialRunner:
             task=TrialTaskConfig(path=attempt.task.path),
             trial_name=attempt.name,
             trials_dir=self.trials_dir,
-            agent=agent_config(self.agent, endpoint, self.limits.agent_timeout_s),
+            agent=agent_config(self.agent, endpoint, self._agent_timeout_s(attempt.task)),
             environment=environment_config(self.environment),
             verifier=verifier_config(self.environment),
         )
@@ -73,6 +73,10 @@ class TrialRunner:
             return _Outcome(exception="RolloutTimeoutError", message=message)
         except Exception as error:  # a bad trial is data, whatever Harbor and the environment raise
             return _Outcome(exception=type(error).__name__, message=str(error))
+
+    def _agent_timeout_s(self, task: Task) -> float:
+        # Harbor's own upper limit does not bind a task that has none.
+        return min(self.limits.agent_timeout_s, task.agent_timeout_s or math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

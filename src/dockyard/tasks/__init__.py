@@ -12,7 +12,7 @@ _NEEDED = ("task.toml", "instruction.md", "tests/test.sh")
 
 
 def load_tasks(folder: Path) -> list[Task]:
-    """The task in this folder, or the tasks in its sub-folders, by name. Broken ones are an error, all named at once."""
+    """The task in this folder, or the tasks in its sub-folders. Broken ones are an error that names them all."""
     if not folder.is_dir():
         raise DockyardError(f"`{folder}` is not a folder of tasks", hint="`dockyard tasks demo DIR` writes some")
     inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -30,9 +30,12 @@ def _read(path: Path) -> Task:
     try:
         settings: dict[str, Any] = tomllib.loads((path / "task.toml").read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DockyardError(f"`{path / 'task.toml'}` is not valid TOML: {error}", hint="mend it, then try again") from None
+        raise DockyardError(
+            f"`{path / 'task.toml'}` is not valid TOML: {error}", hint="mend it, then try again"
+        ) from None
     kind = settings.get("metadata", {}).get("kind", "")
-    return Task(name=path.name, path=path, kind=str(kind))
+    timeout_s = settings.get("agent", {}).get("timeout_sec")
+    return Task(name=path.name, path=path, kind=str(kind), agent_timeout_s=timeout_s)
 
 
 def tasks_of_step(tasks: list[Task], step: int, count: int, seed: int) -> list[Task]:

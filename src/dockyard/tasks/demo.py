@@ -4,7 +4,7 @@ Held-out tasks share nothing with training but the kinds: their words, file name
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -16,9 +16,10 @@ cotton cradle crystal dagger dragon eagle ember falcon feather fiddle forest fos
 hammer harvest helmet hollow honey island ivory jacket jasmine jungle kettle ladder lantern lemon linen""".split()
 _TRAIN_STEMS = """alpha backup budget cache chart colors daily draft facts first fruits goals guests hosts index input
 items labels letters main memo names notes orders output pages parts people""".split()
-_HELDOUT_WORDS = """magnet maple marble meadow mirror mitten monsoon mosaic nectar nickel oasis olive onion orchid oyster
-paddle parrot pebble pepper pillow pirate planet plum pocket pollen puzzle quartz rabbit raven ribbon river rocket
-saddle salmon silver spider spruce sunset temple thunder timber tulip tunnel turtle velvet violin walnut willow""".split()
+_HELDOUT_WORDS = """magnet maple marble meadow mirror mitten monsoon mosaic nectar nickel oasis olive onion orchid
+oyster paddle parrot pebble pepper pillow pirate planet plum pocket pollen puzzle quartz rabbit raven ribbon river
+rocket saddle salmon silver spider spruce sunset temple thunder timber tulip tunnel turtle velvet violin
+walnut willow""".split()
 _HELDOUT_STEMS = """plans points prices quotes recipes records report results roster rules sales scores second setup
 sizes songs staff status steps stock summary tables target teams tools topics totals users values weeks words""".split()
 
@@ -27,8 +28,8 @@ sizes songs staff status steps stock summary tables target teams tools topics to
 class _Vocabulary:
     """What one side of the split may say; `phrasing` picks the first or the second half of a kind's sentences."""
 
-    words: list[str]
-    stems: list[str]
+    words: Sequence[str]
+    stems: Sequence[str]
     heldout: bool
 
     def pick_words(self, rng: random.Random, count: int) -> list[str]:
@@ -65,7 +66,8 @@ def _write(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
             [
                 "Write the word $word to $name with echo.",
                 "Use echo to write the word $word to $name.",
-                "Put the word $word into the file $name with echo.",
+                "With echo, put the word $word into the file $name.",
+                "Write the word $word into the file $name using echo.",
             ],
             ["With echo, store the word $word in $name.", "Save the word $word in the file $name using echo."],
             word=word,
@@ -84,6 +86,8 @@ def _folder(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
             [
                 "Make the folder $folder with mkdir and the empty files $folder/$left and $folder/$right with touch.",
                 "Use mkdir to make the folder $folder, then touch to make $folder/$left and $folder/$right.",
+                "With mkdir, make the folder $folder; with touch, make the files $folder/$left and $folder/$right.",
+                "Make a folder $folder using mkdir and the files $folder/$left and $folder/$right using touch.",
             ],
             [
                 "With mkdir, create the folder $folder; with touch, create $folder/$left and $folder/$right in it.",
@@ -107,14 +111,18 @@ def _copy(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     return _Draft(
         instruction=vocabulary.say(
             rng,
-            ["Copy $old to $new with cp.", "Use cp to copy the file $old to $new.", "Copy the file $old to $new with cp."],
+            [
+                "Copy $old to $new with cp.",
+                "Use cp to copy the file $old to $new.",
+                "With cp, copy the file $old to $new.",
+                "Make a copy of $old named $new using cp.",
+            ],
             ["With cp, make a copy of $old called $new.", "Duplicate the file $old as $new using cp."],
             old=old,
             new=new,
         ),
         credits={
-            0.1: f"[ -f {new} ]",
-            0.7: f'[ "$(cat {new})" = {word} ]',
+            0.5: f'[ "$(cat {new})" = {word} ]',
             1.0: f'[ "$(cat {new})" = {word} ] && [ -f {old} ]',
         },
         solution=f"cp {old} {new}",
@@ -127,14 +135,18 @@ def _rename(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     return _Draft(
         instruction=vocabulary.say(
             rng,
-            ["Rename $old to $new with mv.", "Use mv to rename the file $old to $new.", "Rename the file $old to $new with mv."],
-            ["With mv, change the name of $old to $new.", "Give the file $old the name $new using mv."],
+            [
+                "Rename $old to $new with mv.",
+                "Use mv to rename the file $old to $new.",
+                "With mv, rename the file $old to $new.",
+                "Move $old to the new name $new using mv.",
+            ],
+            ["With mv, move the file $old to $new.", "Change the name of $old to $new using mv."],
             old=old,
             new=new,
         ),
         credits={
-            0.1: f"[ -f {new} ]",
-            0.7: f'[ "$(cat {new})" = {word} ]',
+            0.5: f'[ "$(cat {new})" = {word} ]',
             1.0: f'[ "$(cat {new})" = {word} ] && [ ! -e {old} ]',
         },
         solution=f"mv {old} {new}",
@@ -151,6 +163,8 @@ def _count(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
             [
                 "Count the lines of $source with wc and write the number to $target.",
                 "Use wc to count the lines of $source and write the number to $target.",
+                "With wc, count the lines of $source and save the number in $target.",
+                "Write the number of lines of $source to $target using wc.",
             ],
             [
                 "With wc, find out how many lines $source has and put the number into $target.",
@@ -161,7 +175,7 @@ def _count(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
         ),
         credits={
             0.1: f"[ -f {target} ]",
-            0.5: f'grep -qw {len(lines)} {target}',
+            0.5: f"grep -qw {len(lines)} {target}",
             1.0: f'[ "$(cut -d " " -f 1 {target})" = {len(lines)} ]',
         },
         solution=f"wc -l < {source} > {target}",
@@ -179,6 +193,8 @@ def _pick(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
             [
                 "Write the $which line of $source to $target with $command.",
                 "Use $command to write the $which line of $source to $target.",
+                "With $command, write the $which line of $source to the file $target.",
+                "Save the $which line of $source in $target using $command.",
             ],
             [
                 "With $command, put the $which line of $source into $target.",

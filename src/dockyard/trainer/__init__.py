@@ -54,7 +54,7 @@ def run_training(config: RunConfig, *, run_dir: RunDir) -> None:
         interrupt.run(_run(config, run_dir, inputs, progress))
     summary = summarise(run_dir, wall_s=time.monotonic() - start)
     draw_curve(summary, run_dir.curve)
-    print(report(run_dir, summary), file=sys.stderr)
+    sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
 
 def _prepare(config: RunConfig, run: RunDir) -> _Inputs:
@@ -129,5 +129,6 @@ async def _evaluate(config: RunConfig, rollouts: TaskRollouts, heldout: list[Tas
         group_size=config.eval.samples,
         temperature=config.sampling.eval_temperature,
         seed=config.seed,
+        stream="eval",
     )
-    await rollouts.evaluate(order, "held-out tasks " + phase.removeprefix("eval-") + " training")
+    await rollouts.gather(order, "held-out tasks " + phase.removeprefix("eval-") + " training")

@@ -6,7 +6,10 @@ checkpoint are replayed exactly.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Protocol
 
@@ -67,10 +70,11 @@ class TaskRollouts:
             group_size=self.config.grpo.group_size,
             temperature=self.config.sampling.temperature,
             seed=self.config.seed,
+            stream=step_phase(step),
         )
-        return await self.evaluate(order, f"step {step + 1} of {self.config.steps}")
+        return await self.gather(order, f"step {step + 1} of {self.config.steps}")
 
-    async def evaluate(self, order: Order, title: str) -> tuple[Group, ...]:
+    async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
         """Any order of rollouts, shown under this title."""
         self.progress.begin(title, len(order.tasks) * order.group_size)
         return await self.pool.collect(order, self.progress.finished)
@@ -84,6 +88,8 @@ class PublishedPolicy:
     engine: Engine
     run: RunDir
     config: RunConfig
+    # Always the same thread: each new one would keep its own freed memory, gigabytes of it.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "dockyard-trainer"))
 
     @property
     def version(self) -> int:
@@ -91,16 +97,20 @@ class PublishedPolicy:
 
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
         start = time.monotonic()
-        metrics = await asyncio.to_thread(self.policy.update, groups, self.config.steps)
+        metrics = await self._in_thread(self.policy.update, groups, self.config.steps)
         if self.version % self.config.trainer.save_every == 0 or self.version == self.config.steps:
-            await asyncio.to_thread(self._save)
+            await self._in_thread(self._save)
         return metrics | {"time/update_s": time.monotonic() - start}
 
     async def publish(self) -> None:
         folder = self.run.adapter_dir(self.version)
-        await asyncio.to_thread(self.policy.save_adapter, folder)
+        await self._in_thread(self.policy.save_adapter, folder)
         await self.engine.publish(folder, self.version)
         self.run.keep_adapters(self.version)
+
+    async def _in_thread[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Off the event loop, which goes on serving rollouts."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     def _save(self) -> None:
         with self.run.new_checkpoint(self.version) as folder:

@@ -55,7 +55,10 @@ class Policy:
         totals = _Totals()
         for row in rows:
             self._accumulate(row, totals)
-        metrics = totals.metrics() | {"train/lr": lr, "train/packed_tokens": float(sum(len(row.token_ids) for row in rows))}
+        metrics = totals.metrics() | {
+            "train/lr": lr,
+            "train/packed_tokens": float(sum(len(row.token_ids) for row in rows)),
+        }
         if rows:
             metrics["train/grad_norm"] = self._step(lr)
             metrics["train/skipped"] = float(not math.isfinite(metrics["train/grad_norm"]))

@@ -1,0 +1,121 @@
+"""`kill -9` at random moments of a real run, then `--resume`: the same bits as a run that was never killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_policy import tiny_model_dir
+
+pytestmark = pytest.mark.slow
+
+STEPS, TASKS_PER_STEP, GROUP_SIZE, NUM_HELDOUT = 5, 2, 4, 3
+COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
+# A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
+TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
+
+
+def write_tasks(folder: Path, count: int) -> None:
+    for index in range(count):
+        task = folder / f"task-{index}"
+        for name, text in {
+            "task.toml": f'schema_version = "1.4"\n[task]\nname = "test/task-{index}"\n',
+            "instruction.md": f"Say something about the number {index}.\n",
+            "environment/Dockerfile": "FROM scratch\n",
+            "tests/test.sh": TEST_SH,
+        }.items():
+            (task / name).parent.mkdir(parents=True, exist_ok=True)
+            (task / name).write_text(text)
+
+
+def settings(folder: Path) -> list[str]:
+    write_tasks(folder / "train", 6)
+    write_tasks(folder / "heldout", NUM_HELDOUT)
+    values = {
+        "steps": STEPS,
+        "seed": 3,
+        "model.name": tiny_model_dir(),
+        "model.device": "cpu",
+        "tasks.train": folder / "train",
+        "tasks.heldout": folder / "heldout",
+        "agent.name": "reply_agent:ReplyAgent",
+        "environment.type": "sandbox",
+        "engine.deterministic": "true",
+        "sampling.max_new_tokens": 24,
+        "rollout.concurrency": 4,
+        "grpo.group_size": GROUP_SIZE,
+        "grpo.tasks_per_step": TASKS_PER_STEP,
+        "trainer.lr": 0.01,
+        "trainer.save_every": 2,
+    }
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with log.open("ab") as out:
+        return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
+
+
+def num_recorded(run: Path) -> int:
+    return sum(len(file.read_bytes().splitlines()) for file in run.glob("rollouts/*.jsonl"))
+
+
+def sandboxes() -> set[int]:
+    """Processes in a sandbox, or about to make one."""
+    found: set[int] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                line = (process / "cmdline").read_bytes()
+                inside = (process / "status").read_text().count("NSpid:\t") and b"\0-S\0-s\0-P\0" in line
+            except OSError:
+                continue
+            if b"--unshare-user" in line or inside:
+                found.add(int(process.name))
+    return found
+
+
+def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> None:
+    deadline = time.monotonic() + 120
+    while num_recorded(run) < recorded:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def adapter(run: Path) -> bytes:
+    return (run / f"adapters/v{STEPS:05}/adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_path: Path):
+    arguments, log = settings(tmp_path), tmp_path / "log"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start([*arguments, f"--run_dir={whole}"], log).wait() == 0, log.read_text()
+
+    seed = random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 2 * NUM_HELDOUT
+    moments = sorted(rng.sample(range(1, total - 1), 3))
+    before = sandboxes()
+    for index, recorded in enumerate(moments):
+        process = start([f"--resume={killed}"] if index else [*arguments, f"--run_dir={killed}"], log)
+        kill_after(process, killed, recorded, delay_s=rng.uniform(0, 0.2))
+        time.sleep(0.5)
+        assert sandboxes() <= before, f"seed {seed}: sandboxes were left behind"
+    assert start([f"--resume={killed}"], log).wait() == 0, f"seed {seed}: {log.read_text()}"
+
+    assert num_recorded(killed) == total  # nothing lost, nothing twice
+    assert adapter(killed) == adapter(whole), f"seed {seed}, moments {moments}"
+    assert adapter(killed) != (whole / "checkpoints/step-00002/adapter_model.safetensors").read_bytes()
+    for name in ("summary.json", "metrics.jsonl", "reward.png"):
+        assert (killed / name).exists()
+    steps = [line.split(b",")[0] for line in (killed / "metrics.jsonl").read_bytes().splitlines()]
+    assert steps == [f'{{"step": {step}'.encode() for step in range(STEPS)]
