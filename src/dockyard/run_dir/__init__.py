@@ -286,9 +286,11 @@ def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     here = [f"--run_dir={path}"]  # the folder may have been moved
     old = load_run_config(path / _CONFIG, here)
     new = load_run_config(path / _CONFIG, [*overrides, *here])
-    fixed = [key for key in changed_keys(old, new) if key not in RESUMABLE]
+    # A learning rate that falls over the run's steps would have been another one in the updates to be replayed.
+    changeable = RESUMABLE - {"steps"} if old.trainer.schedule == "linear" else RESUMABLE
+    fixed = [key for key in changed_keys(old, new) if key not in changeable]
     if fixed:
         names = ", ".join(f"`{key}`" for key in fixed)
-        changeable = ", ".join(f"`{key}`" for key in sorted(RESUMABLE - {"run_dir"}))
-        raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {changeable}")
+        others = ", ".join(f"`{key}`" for key in sorted(changeable - {"run_dir"}))
+        raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {others}")
     return new
