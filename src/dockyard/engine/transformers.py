@@ -101,7 +101,6 @@ class TransformersEngine:
         room = self._context_length - len(request.prompt_ids)
         if room < 1:
             return ContextOverflow(prompt_tokens=len(request.prompt_ids), context_length=self._context_length)
-        self._check_alive()
         clamped = GenerateRequest(
             prompt_ids=request.prompt_ids.astype(np.int32),
             max_new_tokens=min(request.max_new_tokens, room),
@@ -110,20 +109,21 @@ class TransformersEngine:
             seed=request.seed,
         )
         row = _Row(clamped, Future(), random.Random(request.seed))
-        self._inbox.put(row)
+        self._send(row)
         return await asyncio.wrap_future(row.future)
 
     async def publish(self, adapter_dir: Path, version: int) -> None:
-        self._check_alive()
         done: Future[None] = Future()
-        self._inbox.put(_Publish(adapter_dir, version, done))
+        self._send(_Publish(adapter_dir, version, done))
         await asyncio.wrap_future(done)
 
     async def close(self) -> None:
         self._inbox.put(_Close())
         await asyncio.to_thread(self._thread.join)
 
-    def _check_alive(self) -> None:
+    def _send(self, message: "_Row | _Publish") -> None:
+        self._inbox.put(message)
+        # Only now: whoever died before this line is seen here, and whoever dies after it answers what is in the inbox.
         if self._death is not None:
             raise self._death
 
@@ -153,7 +153,7 @@ class TransformersEngine:
                 break
         for item in pending:
             future = item.future if isinstance(item, _Row) else item.done if isinstance(item, _Publish) else None
-            if future is not None and not future.cancelled():
+            if future is not None and _is_awaited(future):
                 future.set_exception(error)
 
     def _take_messages(self) -> bool:
@@ -179,10 +179,12 @@ class TransformersEngine:
         try:
             self._model = load_adapter(self._model, message.adapter_dir)
         except Exception as error:  # the caller of publish is told; the old weights stay
-            message.done.set_exception(error)
+            if _is_awaited(message.done):
+                message.done.set_exception(error)
             return
         self._version = message.version
-        message.done.set_result(None)
+        if _is_awaited(message.done):
+            message.done.set_result(None)
 
     def _drop_cancelled(self) -> None:
         self._waiting = [row for row in self._waiting if not row.future.cancelled()]
@@ -293,8 +295,13 @@ class TransformersEngine:
             # The last token was sampled but never run, so its keys and values are not there.
             self._prefixes.put(row.context[:-1], self._kv.extract(index))
         self._remove(index)
-        if not row.future.cancelled():
+        if _is_awaited(row.future):
             row.future.set_result(row.generation(finish))
+
+
+def _is_awaited(future: "Future[Any]") -> bool:
+    """Whether to answer. From here on it can no longer be cancelled, which would break the answering thread."""
+    return future.set_running_or_notify_cancel()
 
 
 def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> tuple[list[int], list[float]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
@@ -13,6 +14,7 @@ from dockyard.types import Rollout
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 6
+_EXAMPLE_LINES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ def _evaluation(summary: dict[str, Any]) -> str:
 
 
 def _example(run: RunDir) -> str:
-    """The held-out task that gained most, in both transcripts' last words."""
+    """The held-out task that gained most: the end of what both transcripts have in common, then where they differ."""
     before = {item.rollout.task: item for item in run.read_rollouts(EVAL_BEFORE)}
     after = {item.rollout.task: item for item in run.read_rollouts(EVAL_AFTER)}
     gains = {
@@ -105,9 +107,12 @@ def _example(run: RunDir) -> str:
     if not gains:
         return ""
     task = max(gains, key=lambda name: gains[name])
-    shown = [f"example: {task}"]
-    for name, item in (("before", before[task]), ("after", after[task])):
-        shown += [f"--- {name} training, reward {item.rollout.reward}", item.transcript.strip()]
+    both = {"before": before[task], "after": after[task]}
+    lines = [item.transcript.splitlines() for item in both.values()]
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*lines, strict=False)))
+    shown = [f"example: {task}", *lines[0][max(alike - _EXAMPLE_LINES, 0) : alike]]
+    for name, item in both.items():
+        shown += [f"--- {name} training, reward {item.rollout.reward}", *item.transcript.splitlines()[alike:]]
     return "\n".join(shown)
 
 
