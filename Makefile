@@ -14,16 +14,16 @@ demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" pas
 	@sh tools/install.sh demo
 	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
 
-test: check ## check, then the unit tests, then those with real processes, then the slow ones
-	$(BIN)/pytest -m "not real and not slow"
-	$(BIN)/pytest -m "real and not slow"
+test: check ## check, then the unit tests, then those with torch or real processes, then the slow ones
+	$(BIN)/pytest tests/unit -m "not real and not slow"
+	$(BIN)/pytest -m "(real or train) and not slow"
 	$(BIN)/pytest -m slow
 
 check: dev ## lint, format, types and import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest --quiet tests/test_imports.py
+	$(BIN)/pytest --quiet tests/unit/test_imports.py
 
 bench: dev ## run every benchmark; each prints one table
 	@set -e; for bench in bench/*.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done

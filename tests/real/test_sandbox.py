@@ -35,11 +35,10 @@ from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
 
 pytestmark = [
-    pytest.mark.real,
     pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning"),  # Harbor's own
 ]
 
-SOURCES = Path(__file__).parent.parent / "src"
+SOURCES = Path(__file__).parents[2] / "src"
 SOLVE = "echo 42 >/app/answer.txt\n"
 COUNT = "set -- /proc/[0-9]*; echo $#"  # of processes, without starting one
 GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt\n'

@@ -56,7 +56,7 @@ def settings(folder: Path) -> list[str]:
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with log.open("ab") as out:
         return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
 

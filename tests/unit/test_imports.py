@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # A module may import those before it and its own package. `dockyard/__init__.py` holds the public names: it may import
 # any of them, and nobody imports it but for the version.

@@ -16,7 +16,7 @@ from dockyard.doctor.checks import CHECKS, KEYS, REQUIRED, Finding, Status, Use
 from dockyard.doctor.machine import Machine, Problem, Ran, Space
 from dockyard.rollout.sandbox.check import check_sandbox
 
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 DOCKER = "docker version --format {{.Server.Version}}"
 COMPOSE = "docker compose version --short"

@@ -10,7 +10,7 @@ from dockyard.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
 
 def run_demo(folder: Path, *settings: str) -> dict[str, Any]:

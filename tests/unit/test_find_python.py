@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FIND_PYTHON = Path(__file__).parent.parent / "tools" / "find-python.sh"
+FIND_PYTHON = Path(__file__).parents[2] / "tools" / "find-python.sh"
 
 
 def add_command(path: Path, script: str) -> Path:

@@ -10,7 +10,7 @@ import torch
 from dockyard.rl.advantage import group_advantages
 from dockyard.rl.loss import low_var_kl, policy_loss
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "slime_grpo_golden.json").read_text())
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "slime_grpo_golden.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if not case["calculate_per_token_loss"] and not case["use_tis"]]
 
 

