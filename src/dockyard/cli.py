@@ -235,7 +235,7 @@ def _configure_logging(*, debug: bool) -> None:
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
     """What goes wrong in a trial is on its rollout; Harbor would say it once more for each."""
-    return not record.name.startswith("harbor") or record.levelno >= logging.ERROR
+    return not record.name.startswith("harbor") or record.levelno >= logging.CRITICAL
 
 
 def _print(text: str) -> None:

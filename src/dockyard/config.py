@@ -37,9 +37,9 @@ class TasksConfig(Config):
     """A task folder, or a folder of them. Needed when `source` is `folder`."""
     heldout: Path | None = None
     """Tasks never trained on, for the evaluation before and after. None skips the evaluation."""
-    num_train: int = Field(default=64, ge=4)
+    num_train: int = Field(default=64, ge=4, le=2000)
     """How many training tasks `demo` generates."""
-    num_heldout: int = Field(default=32, ge=4)
+    num_heldout: int = Field(default=32, ge=4, le=2000)
     """How many held-out tasks `demo` generates."""
 
 
@@ -158,7 +158,7 @@ class RunConfig(Config):
     """The run's folder: settings, rollouts, metrics, checkpoints."""
     steps: int = Field(default=50, ge=0)
     """Optimiser steps."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of everything random: task order, sampling, adapter initialisation."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()

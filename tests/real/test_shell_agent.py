@@ -1,8 +1,11 @@
 """The `shell` agent through a real Harbor trial in a real sandbox, with an engine that says what it is told."""
 
+import json
 import re
+import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,3 +168,30 @@ def test_a_name_that_cannot_run_is_refused(agent: str, environment: str, message
         check_names(AgentConfig(name=agent), EnvironmentConfig(type=environment))
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+@pytest.mark.filterwarnings("default")  # of litellm's many parts
+async def test_terminus_2_is_recorded_in_one_segment(tmp_path: Path):
+    if shutil.which("tmux") is None:
+        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+
+    def say(*keystrokes: str, done: bool) -> Said:
+        commands = [{"keystrokes": text, "duration": 0.5} for text in keystrokes]
+        return Said(json.dumps({"analysis": "a", "plan": "p", "commands": commands, "task_complete": done}))
+
+    engine = FakeEngine([say("echo hi > hello.txt\n", done=False), say(done=True), say(done=True)])
+    async with runner_of(engine, tmp_path, max_turns=5) as runner:
+        runner = replace(runner, agent=AgentConfig(name="terminus-2", max_turns=5))
+        task = write_task(tmp_path / "task", HELLO)
+        rollout = await runner.run(Attempt(name="a", task=task, group=0, index=0, seed=0, temperature=1.0))
+    assert (rollout.reward, rollout.failure) == (0.5, None)
+    assert len(rollout.segments) == 1
+    assert len(engine.requests) == 3
+
+
+def test_an_agent_class_that_cannot_be_imported_is_refused():
+    with pytest.raises(UsageError, match="importing `no_such_module` failed"):
+        check_names(AgentConfig(name="no_such_module:Agent"), EnvironmentConfig(type="sandbox"))
+    with pytest.raises(UsageError, match="`reply_agent` has no `Other`"):
+        check_names(AgentConfig(name="reply_agent:Other"), EnvironmentConfig(type="sandbox"))
+    check_names(AgentConfig(name="reply_agent:ReplyAgent"), EnvironmentConfig(type="sandbox"))

@@ -24,7 +24,7 @@ class Fake:
     async def publish(self) -> None:
         self.events.append(f"publish {self.version}")
 
-    def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
+    async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
         self.events.append(f"record {step}")
 
 

@@ -8,7 +8,7 @@ from gateway_fakes import write_model
 from tiny_policy import CPU, tiny_model_dir
 
 from dockyard.config import EngineConfig, ModelConfig
-from dockyard.engine.model_dir import DEMO_MODEL, find_model
+from dockyard.engine.model_dir import DEMO_MODEL, _installers, find_model
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model, share_weights
 from dockyard.errors import DockyardError, EngineError
@@ -98,3 +98,18 @@ def test_the_demo_model_speaks_its_template():
     ids = renderer.prompt([Message("system", "Be brief."), Message("user", "Say <|im_end|>.")])
     assert renderer.token_text(int(ids[0])) == "<|im_start|>"
     assert ids.tolist().count(2) == 2  # two turns end, and the one in the text does not
+
+
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_an_error_with_the_folder_in_it(tmp_path: Path, broken: str):
+    write_model(tmp_path)
+    (tmp_path / broken).write_text("{not json")
+    with pytest.raises(DockyardError, match=re.escape(str(tmp_path))):
+        Renderer.load(tmp_path)
+
+
+def test_the_installer_of_this_environment_is_tried_first():
+    import subprocess
+
+    first, *_ = _installers()
+    assert subprocess.run([*first, "--version"], capture_output=True, check=False).returncode == 0

@@ -173,3 +173,43 @@ def test_the_learning_rate_rises_then_falls_to_zero():
     config = TrainerConfig(lr=1.0, warmup_steps=1, schedule="linear")
     assert [learning_rate(config, step, 4) for step in range(4)] == pytest.approx([0.5, 0.75, 0.5, 0.25])
     assert [learning_rate(TrainerConfig(lr=1.0), step, 4) for step in (0, 3)] == [1.0, 1.0]
+
+
+def recorded(group: Group, policy: Policy, shift: float) -> Group:
+    """The group with logprobs as if sampled by weights under which each token was `exp(-shift)` times as likely."""
+    rollouts: list[Rollout] = []
+    for rollout in group.rollouts:
+        [segment] = rollout.segments
+        [example] = examples_of([replace(group, rollouts=(rollout,))], with_idle=True)
+        logprobs = np.zeros(len(segment.token_ids), np.float32)
+        logprobs[example.targets] = plain_logprobs(policy, example).detach().numpy() - shift
+        rollouts.append(replace(rollout, segments=(replace(segment, logprobs=logprobs),)))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "clipped"),
+    [
+        (1.0, 0.0),
+        (1.25, 0.0),  # between 1 + clip_low and 1 + clip_high
+        (1.35, 6 / 11),  # the better rollout has 6 of the 11 tokens
+        (0.85, 0.0),
+        (0.75, 5 / 11),  # below 1 - clip_low, above 1 - clip_high: the worse rollout's 5
+    ],
+)
+def test_an_update_clips_ratios_to_the_recorded_logprobs(ratio: float, clipped: float):
+    policy = shake(tiny_policy(lr=0.0))
+    group = recorded(make_group([0.0, 1.0]), policy, math.log(ratio))
+    metrics = policy.update([group], 10)
+    assert metrics["train/clip_fraction"] == pytest.approx(clipped)
+    assert metrics["train/logprob_mismatch"] == pytest.approx(abs(math.log(ratio)), abs=1e-4)
+
+
+def test_gradients_are_scaled_down_to_the_largest_norm_allowed():
+    sizes = {}
+    for limit in (1e-9, 1e3):
+        policy = tiny_policy(max_grad_norm=limit)
+        before = parameters(policy)
+        policy.update([make_group([0.0, 1.0])], 10)
+        sizes[limit] = float((parameters(policy) - before).norm())
+    assert sizes[1e-9] < 0.2 * sizes[1e3]  # AdamW's epsilon makes tiny gradients count less

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,3 +119,33 @@ def test_each_rollout_has_its_own_seed_and_phases_of_one_stream_share_them():
     seeds = [attempt.seed for attempt in before.attempts()]
     assert len(set(seeds)) == 6
     assert seeds == [attempt.seed for attempt in after.attempts()]
+
+
+async def test_a_run_whose_tasks_changed_is_not_continued(run: RunDir):
+    await pool_of(run, FakeRunner(good)).collect(ORDER, lambda _: None)
+    other = Order(phase="step-00000", tasks=TASKS[::-1], group_size=2, temperature=1.0, seed=0, stream="s")
+    with pytest.raises(DockyardError, match="recorded `t[02]` in step-00000"):
+        await pool_of(run, FakeRunner(good)).collect(other, lambda _: None)
+
+
+async def test_what_is_finished_when_the_run_is_stopped_is_recorded(run: RunDir):
+    finished: list[Rollout] = []
+
+    def answer(attempt: Attempt, tries: int) -> Rollout:
+        finished.append(good(attempt, tries))
+        return finished[-1]
+
+    def slow(rollout: Rollout) -> str:
+        time.sleep(0.1)  # a slow disk
+        return ""
+
+    pool = Pool(runner=FakeRunner(answer), run=run, config=RolloutConfig(), transcribe=slow)
+    collecting = asyncio.create_task(pool.collect(ORDER, lambda _: None))
+    while len(finished) < 6:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert len(run.read_rollouts("step-00000")) == 6

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -381,3 +383,37 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_run(tmp_path: Path):
         {}["gone"]
     assert "KeyError: 'gone'" in (tmp_path / "run" / "crash.txt").read_text()
     RunDir.resume(tmp_path / "run").close()  # the lock was released
+
+
+def test_a_run_given_more_steps_is_evaluated_again(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", RunConfig(steps=2, tasks=TasksConfig(source="demo"))) as run:
+        run.write_rollout(EVAL_BEFORE, a_rollout())
+        run.write_rollout(EVAL_AFTER, a_rollout())
+    with RunDir.resume(tmp_path / "run") as run:
+        assert len(run.read_rollouts(EVAL_AFTER)) == 1
+    with RunDir.resume(tmp_path / "run", ["--steps=3"]) as run:
+        assert len(run.read_rollouts(EVAL_BEFORE)) == 1
+        assert run.read_rollouts(EVAL_AFTER) == []
+
+
+def test_a_run_is_not_given_fewer_steps_than_it_has_made(tmp_path: Path):
+    config = RunConfig(steps=4, tasks=TasksConfig(source="demo"))
+    with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(4) as folder:
+        (folder / "x").touch()
+    with pytest.raises(UsageError, match="this run has made 4"):
+        RunDir.resume(tmp_path / "run", ["--steps=3"])
+    RunDir.resume(tmp_path / "run").close()
+
+
+def test_a_library_that_has_its_own_error_for_a_full_disk_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def save(_folder: Path) -> None:
+        raise RuntimeError("enforce fail at inline_container.cc")
+
+    with RunDir.create(tmp_path / "run", RunConfig()) as run:
+        with pytest.raises(RuntimeError, match="inline_container"):
+            run.publish_adapter(1, save)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
+        with pytest.raises(DockyardError, match="no space left"):
+            run.publish_adapter(1, save)

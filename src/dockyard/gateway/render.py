@@ -49,10 +49,18 @@ class Renderer:
                 f"`{model_dir}` has no `tokenizer.json`",
                 hint="save it with `AutoTokenizer(...).save_pretrained(folder)`",
             )
-        config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
-        codec = Codec(json.loads(tokenizer_file.read_text(encoding="utf-8")))
-        template = ChatTemplate(_template_source(model_dir, config), config.special_tokens())
-        renderer = cls(codec, template, _eos_ids(model_dir, config, codec))
+        try:
+            config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+            codec = Codec(json.loads(tokenizer_file.read_text(encoding="utf-8")))
+            template = ChatTemplate(_template_source(model_dir, config), config.special_tokens())
+            renderer = cls(codec, template, _eos_ids(model_dir, config, codec))
+        except DockyardError:
+            raise
+        except Exception as error:  # each reader raises its own; the folder is what the user can change
+            raise DockyardError(
+                f"the tokenizer in `{model_dir}` cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
+                hint="save it anew with `AutoTokenizer(...).save_pretrained(folder)`",
+            ) from error
         if not renderer.stop_ids:
             raise DockyardError(
                 f"`{model_dir}` names no end-of-turn token",

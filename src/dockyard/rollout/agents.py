@@ -6,6 +6,7 @@ Wiring is data. A name that Harbor knows and that has no row here yet is refused
 # pyright: reportMissingTypeStubs=false
 
 import difflib
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +91,25 @@ def check_names(agent: AgentConfig, environment: EnvironmentConfig) -> None:
             )
             raise UsageError(message, hint=f"what runs: {', '.join(WIRED)}, or your own `module:Class`")
         raise UsageError(f"`agent.name` is `{agent.name}`, which is no agent", hint=_nearest(agent.name, list(WIRED)))
+    if ":" in agent.name:
+        _check_import(agent.name)
     types = ["sandbox", *(kind.value for kind in EnvironmentType)]
     if environment.type not in types:
         raise UsageError(
             f"`environment.type` is `{environment.type}`, which is no environment",
             hint=_nearest(environment.type, types),
         )
+
+
+def _check_import(path: str) -> None:
+    module, _, name = path.partition(":")
+    try:
+        found = vars(importlib.import_module(module)).get(name)
+    except Exception as error:  # whatever a user's module raises, this name cannot be an agent
+        message = f"`agent.name` is `{path}`, and importing `{module}` failed: {error}"
+        raise UsageError(message, hint="is its folder on PYTHONPATH?") from error
+    if found is None:
+        raise UsageError(f"`agent.name` is `{path}`, but `{module}` has no `{name}`", hint="check the spelling")
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -28,11 +28,12 @@ CAUSES: dict[str, str] = {
     "RewardFileEmptyError": "reward_empty",
     "VerifierOutputParseError": "reward_unreadable",
     "CancelledError": "cancelled",
+    "OSError": "host_error",  # no space, no file descriptors, a failing disk: the sandbox has its own errors
     "RolloutTimeoutError": "rollout_timeout",
 }
 """Exception type, as Harbor or we name it -> cause. Any other type is `agent_error`, or `setup_error` before a call."""
 
-_NEVER_THE_POLICY = ("cancelled", "engine_failed", "environment_build", "environment_timeout", "agent_setup_timeout")
+_NEVER_THE_POLICY = ("cancelled", "host_error", "environment_build", "environment_timeout", "agent_setup_timeout")
 
 
 def failure_of(

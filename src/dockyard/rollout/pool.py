@@ -64,14 +64,17 @@ class Pool:
 
     async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
         """The groups of this phase, recorded ones first read from disk. In the same order however they finished."""
-        done = {(item.group, item.rollout.attempt): item.rollout for item in self.run.read_rollouts(order.phase)}
+        done = self._recorded(order)
+        loop = asyncio.get_running_loop()
         slots = asyncio.Semaphore(self.config.concurrency)
 
         async def make(attempt: Attempt) -> None:
             async with slots:
                 rollout = await self._persist(attempt)
             if rollout.reward is not None:
-                await asyncio.to_thread(self._record, order.phase, attempt.group, rollout)
+                # Shielded: a run that is stopped now still records what is finished.
+                recording = loop.run_in_executor(None, self._record, order.phase, attempt.group, rollout)
+                await asyncio.shield(recording)
             done[attempt.group, attempt.index] = rollout
             on_finish(rollout)
 
@@ -93,6 +96,18 @@ class Pool:
             Group(task=task.name, rollouts=tuple(rollouts[group * order.group_size :][: order.group_size]))
             for group, task in enumerate(order.tasks)
         )
+
+    def _recorded(self, order: Order) -> dict[tuple[int, int], Rollout]:
+        names = [task.name for task in order.tasks]
+        done: dict[tuple[int, int], Rollout] = {}
+        for item in self.run.read_rollouts(order.phase):
+            if item.group >= len(names) or item.rollout.task != names[item.group]:
+                raise DockyardError(
+                    f"the run recorded `{item.rollout.task}` in {order.phase}, where it would now attempt other tasks",
+                    hint="put the tasks back as they were, or begin another run",
+                )
+            done[item.group, item.rollout.attempt] = item.rollout
+        return done
 
     async def _persist(self, attempt: Attempt) -> Rollout:
         """Try again as long as the infrastructure is to blame and tries are left."""

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +101,12 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> Self:
         """Begin a run. A run that is already there is removed only when `overwrite` says so."""
+        settings = to_toml(anchored(config)).encode()
         with disk_errors(path):
             lock = _take_fresh(path, overwrite=overwrite)
         try:
             with disk_errors(path):
-                write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
+                write_atomically(path / _CONFIG, settings)
                 run = cls(path, config, lock)
                 write_atomically(run.path / _VERSIONS, to_json(versions(), indent=2))
         except BaseException:
@@ -120,8 +121,9 @@ class RunDir:
         with disk_errors(path):
             lock = take_lock(path / _LOCK)
         try:
-            write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
             run = cls(path, config, lock)
+            run._accept_steps(before=load_run_config(path / _CONFIG, []).steps)
+            write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
             run._warn_of_other_versions()
         except BaseException:
             os.close(lock)
@@ -162,6 +164,13 @@ class RunDir:
     def adapter_dir(self, version: int) -> Path:
         """Where the adapter of a weight version is published. The caller makes the folder."""
         return self.path / _ADAPTERS / f"v{version:05}"
+
+    def publish_adapter(self, version: int, save: Callable[[Path], None]) -> Path:
+        """Have the adapter of this version written to its folder."""
+        folder = self.adapter_dir(version)
+        with disk_errors(folder):
+            save(folder)
+        return folder
 
     def keep_adapters(self, version: int) -> None:
         """Remove the published adapters of all other versions; checkpoints have their own."""
@@ -236,6 +245,14 @@ class RunDir:
         if phase not in known:
             raise ValueError(f"`{phase}` is not a phase of a run")
         return self.path / _ROLLOUTS / f"{phase}.jsonl"
+
+    def _accept_steps(self, before: int) -> None:
+        """An evaluation after the former last step says nothing about the new one."""
+        steps, made = self.config.steps, self.latest_checkpoint()
+        if made and made.step > steps:
+            raise UsageError(f"`steps` is {steps}, but this run has made {made.step}", hint=f"`--steps {made.step}`")
+        if steps != before:
+            self._rollouts_file(EVAL_AFTER).unlink(missing_ok=True)
 
     def _warn_of_other_versions(self) -> None:
         file = self.path / _VERSIONS

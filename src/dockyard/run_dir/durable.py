@@ -15,6 +15,7 @@ from dockyard.errors import DockyardError
 
 _DRAFT, _OLD = ".draft", ".old"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALMOST_NOTHING = 64 * 2**20
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -30,6 +31,16 @@ def disk_errors(path: Path) -> Generator[None]:
         if error.errno in _FORBIDDEN:
             raise DockyardError(reason, hint="check who owns the folder, or choose another `--run_dir`") from error
         raise
+    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+        if isinstance(error, DockyardError) or not _is_full(path):
+            raise
+        reason = f"cannot write `{path}`: no space left on its disk"
+        raise DockyardError(reason, hint="free some disk space, then `dockyard train --resume RUN_DIR`") from error
+
+
+def _is_full(path: Path) -> bool:
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(folder).free < _ALMOST_NOTHING
 
 
 def append_line(path: Path, line: bytes) -> None:

@@ -84,7 +84,7 @@ async def _run(config: RunConfig, run: RunDir, inputs: _Inputs, progress: Progre
     async with _open(config, run, inputs, progress) as (rollouts, learner):
         await learner.publish()
         await _evaluate(config, rollouts, inputs.heldout_tasks, EVAL_BEFORE)
-        await train(config.steps, rollouts, learner, StepRecord(run, progress))
+        await train(config.steps, rollouts, learner, StepRecord(run, progress, learner))
         await _evaluate(config, rollouts, inputs.heldout_tasks, EVAL_AFTER)
 
 

@@ -41,7 +41,7 @@ class Learner(Protocol):
 class Record(Protocol):
     """Where steps are written down."""
 
-    def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None: ...
+    async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None: ...
 
 
 async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record) -> None:
@@ -50,7 +50,7 @@ async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record
         groups = await rollouts.collect(step)
         metrics = await learner.update(groups)
         await learner.publish()
-        record.record(step, groups, metrics)
+        await record.record(step, groups, metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class TaskRollouts:
 
 @dataclass(slots=True, kw_only=True)
 class PublishedPolicy:
-    """A policy whose every version is served by an engine. Checkpoints are taken with the update they belong to."""
+    """A policy whose every version is served by an engine."""
 
     policy: Policy
     engine: Engine
@@ -98,15 +98,17 @@ class PublishedPolicy:
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
         start = time.monotonic()
         metrics = await self._in_thread(self.policy.update, groups, self.config.steps)
-        if self.version % self.config.trainer.save_every == 0 or self.version == self.config.steps:
-            await self._in_thread(self._save)
         return metrics | {"time/update_s": time.monotonic() - start}
 
     async def publish(self) -> None:
-        folder = self.run.adapter_dir(self.version)
-        await self._in_thread(self.policy.save_adapter, folder)
+        folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_adapter)
         await self.engine.publish(folder, self.version)
         self.run.keep_adapters(self.version)
+
+    async def checkpoint(self) -> None:
+        """Save everything, if it is time."""
+        if self.version % self.config.trainer.save_every == 0 or self.version == self.config.steps:
+            await self._in_thread(self._save)
 
     async def _in_thread[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Off the event loop, which goes on serving rollouts."""
@@ -119,22 +121,27 @@ class PublishedPolicy:
 
 @dataclass(slots=True)
 class StepRecord:
-    """Writes a step's numbers to the run and to the progress display."""
+    """Writes a step's numbers to the run and to the progress display, then lets the learner save itself.
+
+    In this order: a checkpoint says that its steps are recorded.
+    """
 
     run: RunDir
     progress: Progress
+    learner: PublishedPolicy
     _since: float = 0.0
 
     def __post_init__(self) -> None:
         self._since = time.monotonic()
 
-    def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
+    async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         numbers = rollout_metrics(rollouts) | metrics | {"time/step_s": seconds}
         numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
         self.run.record_metrics(step, numbers)
         self.progress.step(step, numbers, failure_counts(rollouts))
+        await self.learner.checkpoint()
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:

@@ -70,6 +70,8 @@ class Progress:
             f"{numbers['time/step_s']:.0f} s (update {numbers['time/update_s']:.0f} s)  "
             f"{numbers['rollout/tokens_per_s']:.0f} tokens/s  failures {_causes(failures)}  {self._left()}"
         )
+        if numbers.get("train/skipped"):
+            self.say(f"step {step + 1}: update skipped, its gradient is not finite")
         if numbers["train/tokens"] == 0:
             why = "no group's rewards differ" if numbers["rollout/sampled_tokens"] else "the agent sampled no tokens"
             self.say(f"step {step + 1}: update skipped, {why}")
