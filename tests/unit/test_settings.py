@@ -309,3 +309,20 @@ def test_help_lists_every_setting_with_type_default_limits_and_meaning():
 
 def test_the_resolved_settings_are_json_too():
     assert json.loads(BakeryConfig().model_dump_json())["oven"]["heat"] == 220
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "ignored"),
+    [
+        ("--agent.name=oracle", "--agent.max_turns=3"),
+        ("--agent.name=my:Agent", "--agent.max_turns=3"),
+        ("--engine.deterministic=true", "--engine.max_batch=3"),
+        ("--tasks.train=somewhere", "--eval.samples=3"),
+    ],
+)
+def test_a_setting_that_another_makes_meaningless_is_refused(circumstance: str, ignored: str):
+    source = [] if "train" in circumstance else ["--tasks.source=demo"]
+    load_run_config(None, [*source, circumstance])
+    key = ignored.removeprefix("--").partition("=")[0]
+    with pytest.raises(UsageError, match=f"`{key}` has no effect when"):
+        load_run_config(None, [*source, circumstance, ignored])

@@ -17,12 +17,6 @@ from dockyard.settings.overrides import apply_overrides
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
 from dockyard.settings.text import settings_by_key
 
-# What the other task source needs and this one does not read.
-_IGNORED_BY_SOURCE = {
-    "folder": ("tasks.num_train", "tasks.num_heldout"),
-    "demo": ("tasks.train", "tasks.heldout"),
-}
-
 
 def load_run_config(toml: Path | None, overrides: Sequence[str]) -> RunConfig:
     """The settings of one run; `overrides` are command-line words such as `--trainer.lr 1e-4`."""
@@ -109,11 +103,30 @@ def _missing(config: RunConfig) -> list[Problem]:
 
 
 def _without_effect(config: RunConfig) -> list[Problem]:
-    """Settings that were changed and that the chosen task source would ignore."""
-    source = config.tasks.source
+    """Settings that were changed and that the others make meaningless."""
     changed = changed_keys(RunConfig(), config)
     return [
-        Problem(f"`{key}` has no effect when `tasks.source` is `{source}`", f"remove `{key}`, or change the source")
-        for key in _IGNORED_BY_SOURCE.get(source, ())
+        Problem(f"`{key}` has no effect when {when}", f"remove `{key}`, or change the other setting")
+        for when, keys in _ignored(config).items()
+        for key in keys
         if key in changed
     ]
+
+
+def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Under which of this run's circumstances which settings are not read."""
+    agent, tasks = config.agent.name, config.tasks
+    circumstances = {
+        "`tasks.source` is `folder`": (tasks.source == "folder", ("tasks.num_train", "tasks.num_heldout")),
+        "`tasks.source` is `demo`": (tasks.source == "demo", ("tasks.train", "tasks.heldout")),
+        "`tasks.heldout` is not set": (
+            tasks.source == "folder" and tasks.heldout is None,
+            ("eval.samples", "sampling.eval_temperature"),
+        ),
+        f"`agent.name` is `{agent}`": (agent in ("oracle", "nop") or ":" in agent, ("agent.max_turns",)),
+        "`engine.deterministic` is true": (
+            config.engine.deterministic,
+            ("engine.max_batch", "engine.prefix_cache_mb"),
+        ),
+    }
+    return {when: keys for when, (holds, keys) in circumstances.items() if holds}
