@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ def run_demo(folder: Path, *settings: str) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_few_steps_of_the_demo_learn(tmp_path: Path):
-    summary = run_demo(tmp_path / "run", "--steps=6")
+def test_half_a_demo_learns(tmp_path: Path):
+    summary = run_demo(tmp_path / "run", "--steps=10", "--trainer.schedule=constant", "--seed=2")
     assert summary["eval_after"] - summary["eval_before"] > 0.25
     assert summary["eval_after"] - summary["eval_after_error"] > summary["eval_before"] + summary["eval_before_error"]
-    assert summary["rewards"][-1] > summary["rewards"][0] + 0.2
+    assert fmean(summary["rewards"][-3:]) > fmean(summary["rewards"][:2]) + 0.2
     assert summary["eval_tasks"] >= 32
     assert len(summary["eval_after_kinds"]) >= 4
-    assert summary["rollouts"] == 6 * 48 + 2 * summary["eval_tasks"]
+    assert summary["rollouts"] == 10 * 48 + 2 * summary["eval_tasks"]
     assert summary["wall_s"] > 0
     assert isinstance(summary["failures"], dict)
     assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
