@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from dockyard.config import EngineConfig
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.kv import KVRows, KVShape, Prefix, PrefixCache, common_prefix, grouped_attention
+from dockyard.engine.weights import load_adapter
 from dockyard.errors import EngineError
 from dockyard.types import Finish, IntArray
 
@@ -321,19 +322,6 @@ def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> 
     )
     logprobs_B = logprobs_BV.gather(1, ids_B1)[:, 0].masked_fill(greedy_B, 0.0)
     return ids_B1[:, 0].tolist(), logprobs_B.tolist()
-
-
-def load_adapter(model: Any, adapter_dir: Path) -> Any:
-    """The model with this LoRA adapter's weights in place of the ones it had."""
-    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
-
-    if not (adapter_dir / "adapter_config.json").is_file():  # PEFT would look for the folder's name on the Hub
-        raise EngineError(f"`{adapter_dir}` holds no adapter", hint="an adapter folder is what PEFT's save writes")
-    if isinstance(model, PeftModel):
-        weights = load_peft_weights(str(adapter_dir), device=str(model.device))
-        set_peft_model_state_dict(model, weights)
-        return model
-    return PeftModel.from_pretrained(model, str(adapter_dir)).eval()
 
 
 def _refuse_unknown_attention(text_config: Any) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dockyard.config import ModelConfig
-from dockyard.errors import DockyardError
+from dockyard.errors import DockyardError, EngineError
 
 
 def resolve_device(config: ModelConfig) -> torch.device:
@@ -47,6 +48,17 @@ def share_weights(model: Any) -> Any:
     """A second model over the same base weights, which are frozen. Only what is trained is copied."""
     shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
+
+
+def load_adapter(model: Any, adapter_dir: Path) -> Any:
+    """The model with this LoRA adapter's weights in place of the ones it had."""
+    if not (adapter_dir / "adapter_config.json").is_file():  # PEFT would look for the folder's name on the Hub
+        raise EngineError(f"`{adapter_dir}` holds no adapter", hint="an adapter folder is what PEFT's save writes")
+    if isinstance(model, PeftModel):
+        weights = load_peft_weights(str(adapter_dir), device=str(model.device))
+        set_peft_model_state_dict(model, weights)
+        return model
+    return PeftModel.from_pretrained(model, str(adapter_dir)).eval()
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
