@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # any of them, and nobody imports it but for the version.
 ORDER = (
     "types",
+    "sequences",
     "errors",
     "interrupt",
     "config",

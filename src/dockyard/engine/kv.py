@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dockyard.sequences import common_prefix
 from dockyard.types import IntArray
 
 _SPARE_COLUMNS = 64  # room to append before the buffers are laid out anew
@@ -180,13 +181,6 @@ class PrefixCache:
     def clear(self) -> None:
         self._known.clear()
         self._bytes = 0
-
-
-def common_prefix(left: IntArray, right: IntArray) -> int:
-    """How many tokens two sequences begin with in common."""
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _num_bytes(layers: list[Tensor]) -> int:

@@ -20,9 +20,10 @@ from transformers import AttentionInterface
 
 from dockyard.config import EngineConfig
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.kv import KVRows, KVShape, Prefix, PrefixCache, common_prefix, grouped_attention
+from dockyard.engine.kv import KVRows, KVShape, Prefix, PrefixCache, grouped_attention
 from dockyard.engine.weights import load_adapter
 from dockyard.errors import EngineError
+from dockyard.sequences import common_prefix
 from dockyard.types import Finish, IntArray
 
 _PREFILL_COLUMNS = 2048  # longer prompts are run in pieces, so that their attention mask stays small

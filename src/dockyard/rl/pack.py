@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dockyard.sequences import common_prefix
 from dockyard.types import FloatArray, IntArray
 
 
@@ -50,7 +51,7 @@ def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
     rows: list[list[Example]] = []
     size = 0
     for index, example in enumerate(ordered):
-        shared = _common_prefix(ordered[index - 1].token_ids, example.token_ids) if index else 0
+        shared = common_prefix(ordered[index - 1].token_ids, example.token_ids) if index else 0
         if not rows or size + len(example.token_ids) - shared > max_tokens:
             rows.append([])
             size, shared = 0, 0
@@ -66,7 +67,7 @@ def _row(examples: list[Example]) -> Row:
     paths: list[IntArray] = []
     size = 0
     for index, example in enumerate(examples):
-        shared = _common_prefix(examples[index - 1].token_ids, example.token_ids) if index else 0
+        shared = common_prefix(examples[index - 1].token_ids, example.token_ids) if index else 0
         ends[path[shared:]] = size
         new = len(example.token_ids) - shared
         tokens[size : size + new] = example.token_ids[shared:]
@@ -95,9 +96,3 @@ def _old_logprobs(example: Example) -> FloatArray:
 
 def _per_target(examples: list[Example], values: list[float]) -> FloatArray:
     return np.repeat(np.array(values, dtype=np.float32), [len(example.targets) for example in examples])
-
-
-def _common_prefix(left: IntArray, right: IntArray) -> int:
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length

@@ -15,6 +15,7 @@ from dockyard.errors import DockyardError
 
 _DRAFT, _OLD = ".draft", ".old"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FREE_SPACE = "free some disk space, then `dockyard train --resume RUN_DIR`"
 _ALMOST_NOTHING = 64 * 2**20
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -27,7 +28,7 @@ def disk_errors(path: Path) -> Generator[None]:
     except OSError as error:
         reason = f"cannot write `{path}`: {error.strerror}"
         if error.errno in _FULL:
-            raise DockyardError(reason, hint="free some disk space, then `dockyard train --resume RUN_DIR`") from error
+            raise DockyardError(reason, hint=_FREE_SPACE) from error
         if error.errno in _FORBIDDEN:
             raise DockyardError(reason, hint="check who owns the folder, or choose another `--run_dir`") from error
         raise
@@ -35,7 +36,7 @@ def disk_errors(path: Path) -> Generator[None]:
         if isinstance(error, DockyardError) or not _is_full(path):
             raise
         reason = f"cannot write `{path}`: no space left on its disk"
-        raise DockyardError(reason, hint="free some disk space, then `dockyard train --resume RUN_DIR`") from error
+        raise DockyardError(reason, hint=_FREE_SPACE) from error
 
 
 def _is_full(path: Path) -> bool:

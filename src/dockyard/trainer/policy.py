@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from dockyard.config import GRPOConfig, TrainerConfig
-from dockyard.engine.weights import share_weights
+from dockyard.engine.weights import load_adapter, share_weights
 from dockyard.errors import DockyardError
 from dockyard.rl.advantage import group_advantages
 from dockyard.rl.loss import low_var_kl, policy_loss
@@ -132,7 +132,7 @@ class Policy:
         """Take up where `save` left off."""
         try:
             state = torch.load(folder / _OPTIMIZER_FILE, map_location=self.model.device, weights_only=True)
-            set_peft_model_state_dict(self.model, load_peft_weights(str(folder), device=str(self.model.device)))
+            self.model = load_adapter(self.model, folder)
         except Exception as error:  # whatever the readers raise, this checkpoint is of no use
             raise DockyardError(
                 f"the checkpoint `{folder}` cannot be read: {error}", hint="remove it, then resume from the one before"

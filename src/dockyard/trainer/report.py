@@ -111,8 +111,8 @@ def _example(run: RunDir) -> str:
     lines = [item.transcript.splitlines() for item in both.values()]
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*lines, strict=False)))
     shown = [f"example: {task}", *lines[0][max(alike - _EXAMPLE_LINES, 0) : alike]]
-    for name, item in both.items():
-        shown += [f"--- {name} training, reward {item.rollout.reward}", *item.transcript.splitlines()[alike:]]
+    for (name, item), said in zip(both.items(), lines, strict=True):
+        shown += [f"--- {name} training, reward {item.rollout.reward}", *said[alike:]]
     return "\n".join(shown)
 
 
