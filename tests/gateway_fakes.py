@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,25 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+HERMES = (
+    "{% set opening = messages[0].content if messages[0].role == 'system' else 'You are a small helper.' %}"
+    "{{ '<|im_start|>system\n' + opening }}"
+    "{% if tools %}{{ '\n\nCall functions between <tool_call> tags. There are:' }}"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% if message.reasoning_content %}{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% elif message.role == 'user' or not loop.first %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Tools, calls and results in the form of Qwen2.5, and thoughts."""
 CORPUS = [
     "list the files in the folder and count the lines of each",
     "echo hello > out.txt && cat out.txt | wc -l",
@@ -46,8 +65,12 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(folder: Path, template: str | None = CHATML, **config: object) -> Path:
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+def write_model(
+    folder: Path, template: str | None = CHATML, *, more_tokens: Sequence[str] = (), **config: object
+) -> Path:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(content, normalized=False) for content in more_tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {"eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
     if template is not None:
         settings["chat_template"] = template
@@ -69,6 +92,13 @@ def tiny_renderer() -> Renderer:
 @cache
 def tiny() -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
+
+
+@cache
+def hermes_model() -> Path:
+    """The same with tools; the tags of a call are tokens."""
+    folder = Path(mkdtemp(prefix="dockyard-hermes-"))
+    return write_model(folder, HERMES, more_tokens=["<tool_call>", "</tool_call>"])
 
 
 IM_END = 2

@@ -32,23 +32,6 @@ choose_python() {
     fi
 }
 
-# `pip config get` overlooks PIP_CONFIG_FILE; the list has it, with PIP_* variables first.
-pip_setting() {
-    "${python:-python3}" -m pip config list 2>/dev/null | sed -n "s/^[a-z:]*\\.$1='\\(.*\\)'\$/\\1/p" | head -n 1
-}
-
-# uv does not read pip's settings. A machine whose pip is sent to a mirror, or trusts its own certificate, means uv too.
-borrow_pip_settings() {
-    if [ -z "${SSL_CERT_FILE:-}" ]; then
-        cert=$(pip_setting cert)
-        [ -z "$cert" ] || export SSL_CERT_FILE="$cert"
-    fi
-    if [ -z "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then
-        index=$(pip_setting index-url)
-        [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
-    fi
-}
-
 # The lock file holds addresses on pypi.org, which `uv sync` follows whatever the index is. A mirror gets the same
 # versions, checked by the same hashes, as a list of requirements.
 install_from_mirror() {
@@ -69,6 +52,7 @@ if "$uv" sync --quiet --frozen --inexact --check "$@" 2>/dev/null; then
     echo "dependencies: up to date"
     exit
 fi
+. tools/pip-settings.sh
 borrow_pip_settings
 echo "installing dependencies (about 5 GB with torch, the first time) ..."
 if [ -n "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then

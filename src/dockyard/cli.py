@@ -21,6 +21,7 @@ from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.interrupt import stopped_by_signals
 from dockyard.run_dir import RunDir, resumed_config
+from dockyard.serve.options import ServeOptions, add_serve, as_flag
 from dockyard.settings import load_run_config
 from dockyard.settings.problems import Problem, SettingsError
 from dockyard.settings.text import settings_help, to_toml
@@ -33,7 +34,7 @@ _ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_VERBS = ("train", "doctor", "tasks")
+_VERBS = ("train", "serve", "doctor", "tasks")
 _TRAIN_FLAGS = ("--dry-run", "--json", "--resume", "--overwrite", "--debug", "--help")
 
 
@@ -82,12 +83,17 @@ def _dispatch(words: list[str], run_training: RunTraining | None) -> int:
         raise UsageError(f"`{words[0]}` is not a verb", hint=hint)
     if words[:1] == ["train"]:
         words, overrides = _split_overrides(words)
+    elif words[:1] == ["serve"]:
+        words = [as_flag(word) for word in words]
     arguments = _parser().parse_args(words)
     match arguments.verb:
         case "doctor":
             from dockyard.doctor import main as doctor_main
 
-            return doctor_main(["--json"] if arguments.json else [])
+            about = [arguments.model] if arguments.model is not None else []
+            return doctor_main([*about, *(["--json"] if arguments.json else [])])
+        case "serve":
+            return _serve(ServeOptions.of(arguments))
         case "tasks":
             return _write_demo_tasks(arguments.folder)
         case _:
@@ -114,13 +120,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dockyard {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_train(verbs.add_parser)
-    doctor = verbs.add_parser("doctor", help="what this machine can run", description="What this machine can run.")
+    serve = add_serve(verbs.add_parser)
+    doctor = verbs.add_parser(
+        "doctor",
+        help="what this machine can run, or how a model is prompted",
+        description="What this machine can run; with MODEL, how that model's prompts are built and which agents fit.",
+    )
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help="a model folder, a Hub name, or `smollm2-135m`")
     doctor.add_argument("--json", action="store_true", help="print the report as data")
     tasks = verbs.add_parser("tasks", help="make task folders", description="Make task folders.")
     sources = tasks.add_subparsers(dest="source", metavar="SOURCE", required=True)
     demo = sources.add_parser("demo", help="small shell tasks", description="Write the demo's tasks to a folder.")
     demo.add_argument("folder", metavar="DIR", type=Path)
-    for verb in (doctor, demo):
+    for verb in (serve, doctor, demo):
         verb.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -213,6 +225,15 @@ def _load_training() -> RunTraining:
             f"training needs `{error.name}`, which is not installed", hint="`pip install 'dockyard[train]'`"
         ) from error
     return run_training
+
+
+def _serve(options: ServeOptions) -> int:
+    """Until a signal comes, which raises KeyboardInterrupt."""
+    from dockyard.serve.server import serve
+
+    with stopped_by_signals():
+        serve(options, _say)
+    return 0
 
 
 def _short(path: Path) -> Path:

@@ -77,16 +77,35 @@ class SamplingConfig(Config):
 class EngineConfig(Config):
     """What samples tokens from the policy."""
 
-    type: Literal["transformers"] = "transformers"
-    """`transformers` is embedded in this process: a CPU or one GPU, no server."""
-    max_batch: int = Field(default=64, ge=1)
-    """Requests decoded together; the others wait."""
+    type: Literal["transformers", "vllm", "sglang", "openai"] = "transformers"
+    """`transformers` runs in this process, `vllm` and `sglang` are servers; an `openai` endpoint cannot be trained."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^\s@]+$")
+    """Of the server, e.g. `http://localhost:8000`. A `/v1` at its end changes nothing."""
+    model: str | None = None
+    """The model's name on the server. None takes the only one it lists."""
+    api_key_env: str | None = None
+    """The environment variable that holds the server's API key. None sends no key."""
+    retry_s: float = Field(default=120, ge=0)
+    """How long a server that fails or restarts in the middle of a run is asked again before the call fails."""
     context_length: int | None = Field(default=None, ge=16)
-    """Prompt and sampled tokens together. None takes the model's own limit."""
+    """Prompt and sampled tokens together. None takes the limit of the model, or of the server."""
+    max_batch: int = Field(default=64, ge=1)
+    """Requests decoded together by the embedded engine; the others wait."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
-    """Memory for keys and values of recent sequences, which prompts that begin alike need not compute again."""
+    """The embedded engine's memory for keys and values that prompts which begin alike need not compute again."""
     deterministic: bool = False
     """Decode one request at a time, so that a result depends on nothing but its prompt, seed and weights."""
+
+
+class GatewayConfig(Config):
+    """How much of the policy one rollout may use, whoever holds its key."""
+
+    max_calls: int = Field(default=1000, ge=1)
+    """Model calls; further ones are refused."""
+    max_sampled_tokens: int = Field(default=1_000_000, ge=1)
+    """Tokens sampled in all calls together."""
+    max_concurrency: int = Field(default=8, ge=1)
+    """Calls sampled at the same time, as subagents make them; others wait."""
 
 
 class RolloutConfig(Config):
@@ -166,6 +185,7 @@ class RunConfig(Config):
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
     rollout: RolloutConfig = RolloutConfig()
     grpo: GRPOConfig = GRPOConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,10 @@ class Rollout:
     """Wall time by phase: environment, agent, verifier, total."""
     stats: dict[str, int] = field(default_factory=dict[str, int])
     """What the gateway counted: calls, prompt tokens, sampled tokens, splices, branches by reason."""
+    untrusted: tuple[Segment, ...] = ()
+    """Sampled for calls that the harness did not make. Never trained on."""
+    exchanges: tuple[dict[str, Any], ...] = ()
+    """Text mode, instead of segments: each call's messages, tools, reply and usage as chat completions have them."""
 
     @property
     def num_sampled(self) -> int:

@@ -159,7 +159,7 @@ async def test_the_key_of_a_rollout_is_not_in_its_files(tmp_path: Path):
     ("agent", "environment", "message", "hint"),
     [
         ("shel", "sandbox", "`agent.name` is `shel`, which is no agent", "did you mean `shell`?"),
-        ("claude-code", "sandbox", "does not speak yet", "what runs: shell"),
+        ("claude-code", "sandbox", "wires to the gateway yet", "what runs: shell"),
         ("shell", "dockr", "`environment.type` is `dockr`, which is no environment", "did you mean `docker`?"),
     ],
 )

@@ -12,6 +12,7 @@ from dockyard.engine.model_dir import DEMO_MODEL, _installers, find_model
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model, share_weights
 from dockyard.errors import DockyardError, EngineError
+from dockyard.gateway.history import Message, Prompt
 from dockyard.gateway.render import Renderer
 
 Usage = namedtuple("Usage", "total used free")
@@ -93,9 +94,7 @@ def test_the_demo_model_speaks_its_template():
     folder = find_model(DEMO_MODEL)
     assert find_model(DEMO_MODEL) == folder
     renderer = Renderer.load(folder)
-    from dockyard.gateway.forest import Message
-
-    ids = renderer.prompt([Message("system", "Be brief."), Message("user", "Say <|im_end|>.")])
+    ids = renderer.prompt(Prompt((Message("system", "Be brief."), Message("user", "Say <|im_end|>."))))
     assert renderer.token_text(int(ids[0])) == "<|im_start|>"
     assert ids.tolist().count(2) == 2  # two turns end, and the one in the text does not
 

@@ -1,13 +1,18 @@
+from typing import Any
+
 import pytest
 
+from dockyard.gateway.ledger import Recording
 from dockyard.rollout.blame import CAUSES, failure_of
 from dockyard.types import Blame
 
 NEVER_THE_POLICY = {"cancelled", "host_error", "environment_build", "environment_timeout", "agent_setup_timeout"}
 
 
-def blame(exception: str, *, calls: int, overflowed: bool = False, engine: str | None = None):
-    failure = failure_of(exception, "m", num_calls=calls, overflowed=overflowed, engine_failure=engine)
+def blame(exception: str, *, calls: int, answered: int | None = None, **refusals: Any):
+    answered = calls if answered is None else answered
+    recording = Recording(segments=(), stats={}, calls=calls, answered=answered, **refusals)
+    failure = failure_of(exception, "m", recording)
     return failure and (failure.cause, failure.blame)
 
 
@@ -26,12 +31,25 @@ def test_an_unknown_error_is_the_agents_after_its_first_call_and_the_setups_befo
 
 
 def test_a_failing_engine_explains_whatever_followed():
-    assert blame("NonZeroAgentExitCodeError", calls=3, engine="out of memory") == (
+    assert blame("NonZeroAgentExitCodeError", calls=3, engine_failure="out of memory") == (
         "engine_failed",
         Blame.INFRASTRUCTURE,
     )
 
 
 def test_an_overflow_without_an_error_is_a_failure_and_nothing_at_all_is_none():
-    assert blame("", calls=1, overflowed=True) == ("context_overflow", Blame.POLICY)
+    assert blame("", calls=2, answered=1, overflow="too long") == ("context_overflow", Blame.POLICY)
     assert blame("", calls=1) is None
+
+
+@pytest.mark.parametrize("exception", ["", "NonZeroAgentExitCodeError"])
+@pytest.mark.parametrize(("refusal", "cause"), [("overflow", "context_too_small"), ("misuse", "wrong_model")])
+def test_a_policy_that_was_never_asked_anything_it_could_answer_is_not_to_blame(
+    exception: str, refusal: str, cause: str
+):
+    assert blame(exception, calls=1, answered=0, **{refusal: "m"}) == (cause, Blame.INFRASTRUCTURE)
+
+
+def test_an_agent_that_gives_up_at_a_limit_failed_by_its_policy():
+    assert blame("", calls=2, limit="this session may have 2 calls") == ("model_limit", Blame.POLICY)
+    assert blame("AgentTimeoutError", calls=2, limit="m") == ("agent_timeout", Blame.POLICY)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from gateway_fakes import write_model
 
 from dockyard import __version__
 from dockyard.cli import main
@@ -103,6 +104,19 @@ def test_mistakes_go_to_stderr_as_error_and_hint_and_exit_2(tmp_path: Path, caps
         (["train", "none.toml"], "`none.toml` does not exist", "--resume RUN_DIR"),
         (["doctor", "--frob"], "unrecognized arguments: --frob", "`dockyard --help`"),
         (["tasks"], "the following arguments are required: SOURCE", "`dockyard tasks --help`"),
+        (["serve"], "the following arguments are required: MODEL", "`dockyard serve --help`"),
+        (["serve", "m", "--engine", "vllm"], "`--engine vllm` needs the server's address", "`--engine-url"),
+        (["serve", "m", "--engine.type=vllm"], "`--engine vllm` needs the server's address", "`--engine-url"),
+        (
+            ["serve", "m", "--port", "-1"],
+            "argument --port: `-1` is no whole number from 0 to 65535",
+            "`dockyard serve --help`",
+        ),
+        (
+            ["serve", "m", "--temperature", "nan"],
+            "argument --temperature: `nan` is no number from 0 to 2",
+            "`dockyard serve --help`",
+        ),
     ],
 )
 def test_misuse_exits_2_and_says_the_way_out(
@@ -316,3 +330,17 @@ def test_demo_tasks_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(list((tmp_path / "mine/heldout").iterdir())) == 32
     assert main(["tasks", "demo", "mine"]) == 2
     assert "`mine/train` is already there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve", "/nowhere", "--port", "0"], ["doctor", "/nowhere"]])
+def test_an_unknown_model_exits_1(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 1
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: `/nowhere` is not a model folder"
+    assert hint.startswith("hint: ")
+
+
+def test_a_model_is_examined_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (write_model(tmp_path) / "config.json").write_text('{"max_position_embeddings": 512}')
+    assert main(["doctor", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["context_length"] == 512

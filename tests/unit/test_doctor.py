@@ -7,13 +7,17 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gateway_fakes import CHATML, write_model
 from packaging.requirements import Requirement
 
 from dockyard.doctor import Report, examine, main, summarize, to_json, to_table
 from dockyard.doctor.checks import CHECKS, KEYS, REQUIRED, Finding, Status, Use
 from dockyard.doctor.machine import Machine, Problem, Ran, Space
+from dockyard.doctor.model import FIRST_PROMPTS, examine_model, model_to_json, model_to_text
+from dockyard.errors import DockyardError
 from dockyard.rollout.sandbox.check import check_sandbox
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -337,3 +341,71 @@ def test_a_sandbox_that_hangs_is_a_problem():
 def test_the_exit_code_says_whether_the_demo_can_run(capsys: pytest.CaptureFixture[str]):
     code = main(["--json"])
     assert json.loads(capsys.readouterr().out)["can_run"]["demo"] == (code == 0)
+
+
+def model_folder(folder: Path, template: str | None = CHATML, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return write_model(folder, template)
+
+
+def test_a_models_way_of_writing_is_shown(tmp_path: Path):
+    report = examine_model(str(model_folder(tmp_path, max_position_embeddings=8192)))
+    assert (report.rendering.renderer, report.rendering.splices, report.tools_preamble) == ("template", True, True)
+    assert (report.context_length, report.default_system) == (8192, "You are a small helper.")
+    shown = model_to_text(report).plain
+    for words in ("<|im_end|>", "tools are told in the system text", "8,192 tokens", "'You are a small helper.'"):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("context", "fits"),
+    [
+        ({"max_position_embeddings": 512}, {"no"}),
+        ({"max_position_embeddings": 16_801}, {"yes", "tight", "no"}),
+        ({"text_config": {"max_position_embeddings": 131_072}, "max_position_embeddings": 7}, {"yes"}),
+        ({"n_positions": 131_072}, {"yes"}),
+        ({}, {"unknown"}),
+    ],
+)
+def test_agents_are_measured_against_the_context(context: dict[str, Any], fits: set[str], tmp_path: Path):
+    report = examine_model(str(model_folder(tmp_path, **context)))
+    assert {fit.fits for fit in report.fits} == fits
+    assert [fit.first_prompt for fit in report.fits] == sorted(FIRST_PROMPTS.values())
+
+
+def test_an_agent_that_does_not_fit_is_warned_about_with_what_it_needs(tmp_path: Path):
+    report = examine_model(str(model_folder(tmp_path, max_position_embeddings=10_000)))
+    [warning] = report.warnings
+    assert "the context's 10,000 tokens" in warning
+    assert "qwen-code (about 16,800)" in warning
+    assert "codex (" not in warning
+    assert warning in model_to_text(report).plain
+
+
+def test_a_template_that_needs_the_whole_history_is_warned_about(tmp_path: Path):
+    counting = CHATML.replace("{{ '<|im_start|>' + message", "{{ messages | length ~ '<|im_start|>' + message")
+    report = examine_model(str(model_folder(tmp_path, counting, max_position_embeddings=131_072)))
+    assert not report.rendering.splices
+    assert "cannot render new messages alone" in report.warnings[0]
+
+
+def test_a_model_report_as_data(tmp_path: Path):
+    folder = model_folder(tmp_path, max_position_embeddings=8192)
+    report = json.loads(model_to_json(examine_model(str(folder))))
+    assert (report["folder"], report["context_length"], report["tools_preamble"]) == (str(folder), 8192, True)
+    assert report["rendering"]["stop_tokens"] == ["<|endoftext|>", "<|im_end|>"]
+    assert {"agent": "codex", "first_prompt": 9100, "fits": "no"} in report["fits"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "error"),
+    [
+        ("config.json", "has no readable `config.json`"),
+        ("tokenizer.json", "has no readable `tokenizer.json`"),
+        ("tokenizer_config.json", "has no chat template"),
+    ],
+)
+def test_a_folder_that_is_no_chat_model_is_refused(missing: str, error: str, tmp_path: Path):
+    (model_folder(tmp_path) / missing).unlink()
+    with pytest.raises(DockyardError, match=error):
+        examine_model(str(tmp_path))

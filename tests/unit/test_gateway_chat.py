@@ -1,37 +1,56 @@
-"""The Chat Completions dialect, without a server."""
+"""The Chat Completions dialect, without a server; its answers are read by OpenAI's own types."""
 
 import json
 from typing import Any
 
-import numpy as np
 import pytest
+from dialect_data import LOOK, READ, SERVED, json_values, outcome, reply, said, spoiled
+from hypothesis import given
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from dockyard.gateway.chat import Chat, ChatCall
-from dockyard.gateway.forest import Message
-from dockyard.gateway.sessions import RefusedError, Reply
-from dockyard.types import Finish, Turn
+from dockyard.gateway.calls import OVERFLOW, Call, RefusedError, Reply
+from dockyard.gateway.dialects.chat import Chat, ChatCall
+from dockyard.gateway.history import Message, ToolCall
+from dockyard.types import Finish
 
-CHAT = Chat("policy", lambda token_id: f"<{token_id}>")
+CHAT = Chat(SERVED)
 USER = {"role": "user", "content": "hi"}
-REPLY = Reply(
-    number=0,
-    text="hello",
-    turn=Turn(
-        prompt_ids=np.array([1, 2, 3], np.int32),
-        sampled_ids=np.array([4, 5], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        versions=np.array([0, 0], np.int32),
-        finish=Finish.LENGTH,
-    ),
-)
+REPLY = reply("hello", finish=Finish.LENGTH)
+BASH = {"name": "bash", "description": "runs", "parameters": {"type": "object"}}
+FULL: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {
+            "role": "assistant",
+            "content": "ok",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command":"ls"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+    ],
+    "tools": [{"type": "function", "function": BASH}],
+    "max_tokens": 100,
+    "response_format": {"type": "json_schema"},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 def parse(*messages: dict[str, Any], **fields: Any) -> ChatCall:
     return CHAT.parse({"model": "any", "messages": list(messages), **fields})
 
 
-def events(call: ChatCall) -> list[Any]:
-    lines = call.events(REPLY).decode().split("\n\n")
+def parsed(*messages: dict[str, Any]) -> tuple[Message, ...]:
+    return parse(*messages).prompt.messages
+
+
+def events(call: Call, answer: Reply = REPLY) -> list[Any]:
+    lines = (call.begin(answer) + call.events(answer)).decode().split("\n\n")
     assert lines.pop() == ""
     data = [line.removeprefix("data: ") for line in lines]
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
@@ -44,23 +63,50 @@ def refusal(**body: Any) -> str:
     return caught.value.message
 
 
+def test_a_whole_request_becomes_canonical_messages():
+    call = CHAT.parse(FULL)
+    assert call.prompt.messages == (
+        Message("system", "be brief"),
+        Message("user", "hi"),
+        Message("assistant", "ok", "hm", (ToolCall("call_1", "bash", {"command": "ls"}),)),
+        Message("tool", "a", call_id="call_1"),
+    )
+    assert call.prompt.tools == ({"type": "function", "function": BASH},)
+    assert (call.max_tokens, call.stream) == (100, True)
+
+
 def test_parts_are_flattened_to_text():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {}}]
-    assert parse({"role": "user", "content": parts}).messages == (Message("user", "one\ntwo"),)
+    assert parsed({"role": "user", "content": parts}) == (Message("user", "one\ntwo"),)
 
 
 def test_developer_is_system_and_opening_system_texts_are_one():
     opening = [{"role": "developer", "content": "a"}, {"role": "system", "content": "b"}]
-    assert parse(*opening, USER).messages == (Message("system", "a\n\nb"), Message("user", "hi"))
+    assert parsed(*opening, USER) == (Message("system", "a\n\nb"), Message("user", "hi"))
 
 
 def test_a_later_system_message_is_a_reminder_from_the_user():
-    later = parse(USER, {"role": "system", "content": "mind the time"}).messages[1]
+    later = parsed(USER, {"role": "system", "content": "mind the time"})[1]
     assert later == Message("user", "<system-reminder>\nmind the time\n</system-reminder>")
 
 
 def test_an_assistant_may_have_said_nothing():
-    assert parse(USER, {"role": "assistant", "content": None}, USER).messages[1] == Message("assistant", "")
+    assert parsed(USER, {"role": "assistant", "content": None}, USER)[1] == Message("assistant", "")
+
+
+def test_arguments_may_come_as_an_object_and_what_is_no_object_is_kept_as_text():
+    functions = [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}, {"name": "c", "arguments": "{bad"}]
+    wire = [{"id": function["name"], "function": function} for function in functions]
+    arguments = [call.arguments for call in parsed(USER, {"role": "assistant", "tool_calls": wire})[1].calls]
+    assert arguments[:2] == [{"x": 1}, {}]
+    assert "{bad" in arguments[2].values()
+
+
+def test_a_structured_answer_without_tools_is_a_side_call():
+    structured = {"type": "json_schema", "json_schema": {}}
+    assert parse(USER, response_format=structured).prompt.auxiliary
+    assert not parse(USER, response_format={"type": "text"}).prompt.auxiliary
+    assert not parse(USER, response_format=structured, tools=FULL["tools"]).prompt.auxiliary
 
 
 @pytest.mark.parametrize(
@@ -73,7 +119,7 @@ def test_the_agents_limit_is_read_under_either_name(fields: dict[str, Any], expe
 
 def test_what_an_agent_sends_beyond_that_is_ignored():
     call = parse(USER, temperature=0, top_p=0.1, stop=["x"], seed=3, tools=[], n=1, metadata={"a": 1})
-    assert call.messages == (Message("user", "hi"),)
+    assert call.prompt.messages == (Message("user", "hi"),)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +132,10 @@ def test_what_an_agent_sends_beyond_that_is_ignored():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`image_url`"),
         ({"messages": [USER], "n": 2}, "`n` is 2"),
         ({"messages": [USER], "max_tokens": 0}, "`max_tokens`"),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "`tools` is not served yet"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "`messages.1` belongs to a tool call"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "`messages.1` belongs to a tool call"),
+        ({"messages": [USER], "tools": [{"type": "custom", "custom": {}}]}, "`tools.0` is of type `custom`"),
+        ({"messages": [USER], "tools": [{"function": {}}]}, "`tools.0.function.name`"),
+        ({"messages": [USER], "functions": [BASH]}, "`functions` is not served"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "`messages.1.tool_calls.0.function`"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_place(body: dict[str, Any], said: str):
@@ -99,6 +146,18 @@ def test_a_body_that_is_no_object_is_refused():
     with pytest.raises(RefusedError) as caught:
         CHAT.parse([1])
     assert caught.value.status == 400
+
+
+@given(spoiled(FULL) | json_values)
+def test_a_spoiled_body_is_refused_or_understood(body: Any):
+    result = outcome(CHAT, body)
+    if isinstance(result, RefusedError):
+        assert result.status == 400
+        assert "`" in result.message or "not a JSON object" in result.message
+        assert CHAT.error(result)["error"]["type"] == "invalid_request_error"
+    else:
+        assert {message.role for message in result.prompt.messages} <= {"system", "user", "assistant", "tool"}
+        assert events(result)[-1] == "[DONE]"
 
 
 def test_an_answer_has_the_shape_clients_expect():
@@ -128,6 +187,41 @@ def test_token_ids_and_logprobs_come_when_asked_for():
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["<4>", "<5>"]
 
 
+def test_calls_and_thoughts_are_read_by_openais_types():
+    body = parse(USER).body(reply("hello", "hm", LOOK, READ))
+    completion = ChatCompletion.model_validate(body)
+    calls = completion.choices[0].message.tool_calls or []
+    assert [(call.id, call.type) for call in calls] == [("call_1", "function"), ("call_2", "function")]
+    assert [json.loads(call.function.arguments) for call in calls if call.type == "function"] == [
+        LOOK.arguments,
+        READ.arguments,
+    ]
+    assert (completion.choices[0].finish_reason, completion.choices[0].message.content) == ("tool_calls", "hello")
+    assert body["choices"][0]["message"]["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize("answer", [reply("hello", "hm", LOOK, READ), reply("x"), reply()])
+def test_openais_client_puts_a_stream_together_to_the_whole_answer(answer: Reply):
+    call = parse(USER, stream=True, stream_options={"include_usage": True})
+    state = ChatCompletionStreamState()
+    for chunk in events(call, answer)[:-1]:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    built = state.get_final_completion()
+    whole = ChatCompletion.model_validate(call.body(answer))
+    assert (built.id, built.usage, built.choices[0].finish_reason) == (
+        whole.id,
+        whole.usage,
+        whole.choices[0].finish_reason,
+    )
+    spoke, wrote = built.choices[0].message, whole.choices[0].message
+    assert spoke.content == wrote.content
+    assert [(call.id, call.function.name, call.function.arguments) for call in spoke.tool_calls or []] == [
+        (call.id, call.function.name, call.function.arguments)
+        for call in wrote.tool_calls or []
+        if call.type == "function"
+    ]
+
+
 def test_a_stream_says_the_text_then_the_reason_then_the_usage():
     said, ended, usage, done = events(parse(USER, stream=True, stream_options={"include_usage": True}))
     assert said["choices"][0]["delta"] == {"role": "assistant", "content": "hello"}
@@ -149,3 +243,23 @@ def test_a_keep_alive_is_a_chunk_that_says_nothing():
     line = parse(USER, stream=True).keep_alive().decode()
     assert line.endswith("\n\n")
     assert json.loads(line.removeprefix("data: "))["choices"] == [{"index": 0, "delta": {}, "finish_reason": None}]
+
+
+def test_an_error_has_openais_shape_also_within_a_stream():
+    refused = RefusedError(400, OVERFLOW, "too long")
+    body = {
+        "error": {"message": "too long", "type": "invalid_request_error", "param": None, "code": OVERFLOW},
+    }
+    assert CHAT.error(refused) == body
+    assert json.loads(parse(USER).error_event(refused).decode().removeprefix("data: ")) == body
+    assert CHAT.error(RefusedError(503, "engine", "down"))["error"]["type"] == "server_error"
+
+
+@given(said)
+def test_what_was_said_comes_back_as_it_was(message: Message):
+    """qwen-code writes arguments anew, without spaces, and sends what is empty as null."""
+    wire = parse(USER).body(reply(message.text, message.reasoning, *message.calls))["choices"][0]["message"]
+    for call in wire.get("tool_calls", ()):
+        function = call["function"]
+        function["arguments"] = json.dumps(json.loads(function["arguments"]), separators=(",", ":"))
+    assert parsed(USER, wire)[1] == message

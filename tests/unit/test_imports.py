@@ -31,6 +31,7 @@ ORDER = (
     "trainer",
     "backends",
     "dashboard",
+    "serve",
     "doctor",
     "cli",
     "__main__",

@@ -317,6 +317,10 @@ def test_the_resolved_settings_are_json_too():
         ("--agent.name=oracle", "--agent.max_turns=3"),
         ("--agent.name=my:Agent", "--agent.max_turns=3"),
         ("--engine.deterministic=true", "--engine.max_batch=3"),
+        ("--engine.type=transformers", "--engine.url=http://localhost:8000"),
+        ("--engine.type=transformers", "--engine.model=policy"),
+        ("--engine.type=transformers", "--engine.api_key_env=KEY"),
+        ("--engine.type=transformers", "--engine.retry_s=3"),
         ("--tasks.train=somewhere", "--eval.samples=3"),
     ],
 )
@@ -326,3 +330,22 @@ def test_a_setting_that_another_makes_meaningless_is_refused(circumstance: str, 
     key = ignored.removeprefix("--").partition("=")[0]
     with pytest.raises(UsageError, match=f"`{key}` has no effect when"):
         load_run_config(None, [*source, circumstance, ignored])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
+def test_a_server_needs_its_address_and_leaves_no_use_for_the_embedded_engines_settings(kind: str):
+    words = ["--tasks.source=demo", f"--engine.type={kind}"]
+    with pytest.raises(UsageError, match=f"`engine.url` is not set, and `engine.type` is `{kind}`"):
+        load_run_config(None, words)
+    words += ["--engine.url=https://localhost:8000/v1", "--engine.model=m", "--engine.api_key_env=KEY"]
+    assert load_run_config(None, words).engine.model == "m"
+    for ignored in ("--engine.max_batch=3", "--engine.prefix_cache_mb=3", "--engine.deterministic=true"):
+        key = ignored.removeprefix("--").partition("=")[0]
+        with pytest.raises(UsageError, match=f"`{key}` has no effect when `engine.type` is `{kind}`"):
+            load_run_config(None, [*words, ignored])
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://me:secret@localhost", "http://a b"])
+def test_a_servers_address_is_http_and_holds_no_password(url: str):
+    with pytest.raises(UsageError, match=r"`--engine.url` on the command line is"):
+        load_run_config(None, ["--tasks.source=demo", "--engine.type=vllm", f"--engine.url={url}"])

@@ -1,6 +1,7 @@
 """`dockyard doctor`: what this machine can run, and the command that fixes what it cannot.
 
-Exit code 0 when everything that `make demo` needs works, whatever else is missing.
+Exit code 0 when everything that `make demo` needs works, whatever else is missing. `dockyard doctor MODEL` looks at a
+model instead.
 """
 
 import argparse
@@ -78,13 +79,28 @@ def summarize(report: Report) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; 0 when the demo can run here, else 1."""
+    """Print the report; 0 when the demo can run here, else 1. About a model it is always 0."""
     parser = argparse.ArgumentParser(prog="dockyard doctor", description="What this machine can run.")
+    parser.add_argument("model", metavar="MODEL", nargs="?")
     parser.add_argument("--json", action="store_true", help="print the report as data")
-    wants_json: bool = parser.parse_args(argv).json
+    arguments = parser.parse_args(argv)
+    if arguments.model is not None:
+        return _show_model(arguments.model, as_json=arguments.json)
     report = examine(Machine())
-    if wants_json:
-        sys.stdout.write(to_json(report) + "\n")
-    else:
-        Console(highlight=False).print(to_table(report), soft_wrap=True)
+    _print(to_json(report) if arguments.json else to_table(report))
     return 0 if report.can_run(Use.DEMO) else 1
+
+
+def _show_model(name: str, *, as_json: bool) -> int:
+    from dockyard.doctor.model import examine_model, model_to_json, model_to_text  # loads tokenizers
+
+    report = examine_model(name)
+    _print(model_to_json(report) if as_json else model_to_text(report))
+    return 0
+
+
+def _print(report: str | Text) -> None:
+    if isinstance(report, str):
+        sys.stdout.write(report + "\n")
+    else:
+        Console(highlight=False).print(report, soft_wrap=True)

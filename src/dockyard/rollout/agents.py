@@ -32,7 +32,7 @@ class Endpoint:
 
 
 WIRED = ("shell", "oracle", "nop", "terminus-2")
-"""Agents that a run may name. The gateway speaks chat completions without tools so far."""
+"""Agents that a run may name."""
 
 
 def agent_config(config: AgentConfig, endpoint: Endpoint, timeout_s: float) -> TrialAgentConfig:
@@ -86,9 +86,7 @@ def check_names(agent: AgentConfig, environment: EnvironmentConfig) -> None:
     known = sorted(AgentName.values() | {"shell"})
     if agent.name not in WIRED and ":" not in agent.name:
         if agent.name in known:
-            message = (
-                f"`agent.name` is `{agent.name}`, which needs tools or a dialect that the gateway does not speak yet"
-            )
+            message = f"`agent.name` is `{agent.name}`, which no row here wires to the gateway yet"
             raise UsageError(message, hint=f"what runs: {', '.join(WIRED)}, or your own `module:Class`")
         raise UsageError(f"`agent.name` is `{agent.name}`, which is no agent", hint=_nearest(agent.name, list(WIRED)))
     if ":" in agent.name:

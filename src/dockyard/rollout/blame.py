@@ -5,6 +5,7 @@ rollout is tried again, then dropped. Anything later the policy may have caused,
 a policy that learns to break its sandbox must not profit.
 """
 
+from dockyard.gateway.ledger import Recording
 from dockyard.types import Blame, Failure
 
 CAUSES: dict[str, str] = {
@@ -36,18 +37,34 @@ CAUSES: dict[str, str] = {
 _NEVER_THE_POLICY = ("cancelled", "host_error", "environment_build", "environment_timeout", "agent_setup_timeout")
 
 
-def failure_of(
-    exception: str, message: str, *, num_calls: int, overflowed: bool, engine_failure: str | None
-) -> Failure | None:
+def failure_of(exception: str, message: str, recording: Recording) -> Failure | None:
     """What went wrong, None when nothing did. `exception` is the type's name, empty when none was raised."""
-    if engine_failure is not None:
-        return Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message=engine_failure)
+    if recording.engine_failure is not None:
+        return Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message=recording.engine_failure)
+    if failure := _misconfigured(recording):
+        return failure
     if not exception:
-        if overflowed:
-            return Failure(cause="context_overflow", blame=Blame.POLICY, message="a prompt did not fit the context")
-        return None
-    cause = CAUSES.get(exception) or ("agent_error" if num_calls else "setup_error")
-    innocent = num_calls == 0 or cause in _NEVER_THE_POLICY
+        return _unfinished(recording)
+    cause = CAUSES.get(exception) or ("agent_error" if recording.calls else "setup_error")
+    innocent = recording.calls == 0 or cause in _NEVER_THE_POLICY
     return Failure(
         cause=cause, blame=Blame.INFRASTRUCTURE if innocent else Blame.POLICY, message=f"{exception}: {message}"[:2000]
     )
+
+
+def _misconfigured(recording: Recording) -> Failure | None:
+    """A policy that never got to say anything is not to blame for the settings."""
+    if recording.answered:
+        return None
+    for cause, refusal in (("wrong_model", recording.misuse), ("context_too_small", recording.overflow)):
+        if refusal:
+            return Failure(cause=cause, blame=Blame.INFRASTRUCTURE, message=f"the agent's first call: {refusal}")
+    return None
+
+
+def _unfinished(recording: Recording) -> Failure | None:
+    """An agent that gave up without an error because its calls were refused."""
+    for cause, refusal in (("context_overflow", recording.overflow), ("model_limit", recording.limit)):
+        if refusal:
+            return Failure(cause=cause, blame=Blame.POLICY, message=refusal)
+    return None

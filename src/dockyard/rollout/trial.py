@@ -5,15 +5,16 @@
 import asyncio
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from harbor import Trial, TrialConfig, TrialResult, TrialTaskConfig
 
-from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig
+from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, RolloutConfig
 from dockyard.gateway.app import Gateway
-from dockyard.gateway.sessions import Recording
+from dockyard.gateway.ledger import Limits, Recording
+from dockyard.gateway.text_mode import exchange_json
 from dockyard.rollout.agents import Endpoint, agent_config, environment_config, verifier_config
 from dockyard.rollout.blame import failure_of
 from dockyard.types import Blame, Rollout, Task
@@ -43,11 +44,16 @@ class TrialRunner:
     limits: RolloutConfig
     max_new_tokens: int
     trials_dir: Path
+    policy_use: GatewayConfig = field(default_factory=GatewayConfig)
 
     async def run(self, attempt: Attempt) -> Rollout:
         """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
         session = self.gateway.open_session(
-            attempt.name, seed=attempt.seed, temperature=attempt.temperature, max_new_tokens=self.max_new_tokens
+            attempt.name,
+            seed=attempt.seed,
+            temperature=attempt.temperature,
+            max_new_tokens=self.max_new_tokens,
+            limits=self._model_limits(),
         )
         try:
             outcome = await self._outcome(attempt, Endpoint(url=self.gateway.url, key=session.key))
@@ -73,6 +79,14 @@ class TrialRunner:
             return _Outcome(exception="RolloutTimeoutError", message=message)
         except Exception as error:  # a bad trial is data, whatever Harbor and the environment raise
             return _Outcome(exception=type(error).__name__, message=str(error))
+
+    def _model_limits(self) -> Limits:
+        return Limits(
+            max_calls=self.policy_use.max_calls,
+            max_sampled_tokens=self.policy_use.max_sampled_tokens,
+            max_seconds=self.limits.total_timeout_s,
+            max_concurrency=self.policy_use.max_concurrency,
+        )
 
     def _agent_timeout_s(self, task: Task) -> float:
         # Harbor's own upper limit does not bind a task that has none.
@@ -110,13 +124,7 @@ def _seconds(start: datetime | None, end: datetime | None) -> float:
 
 
 def _rollout(attempt: Attempt, outcome: _Outcome, recording: Recording) -> Rollout:
-    failure = failure_of(
-        outcome.exception,
-        outcome.message,
-        num_calls=recording.calls,
-        overflowed=recording.overflowed,
-        engine_failure=recording.engine_failure,
-    )
+    failure = failure_of(outcome.exception, outcome.message, recording)
     reward = outcome.reward if outcome.reward is not None and math.isfinite(outcome.reward) else 0.0
     if failure is not None and failure.blame is Blame.INFRASTRUCTURE:
         reward = None
@@ -129,4 +137,6 @@ def _rollout(attempt: Attempt, outcome: _Outcome, recording: Recording) -> Rollo
         failure=failure,
         seconds=outcome.seconds or {},
         stats=recording.stats,
+        untrusted=recording.untrusted,
+        exchanges=tuple(map(exchange_json, recording.exchanges)),
     )

@@ -5,7 +5,7 @@ no NaN, and a trainer has no use for one.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -59,6 +59,8 @@ def to_line(recorded: RecordedRollout) -> bytes:
             seconds=rollout.seconds,
             stats=rollout.stats,
             segments=[_SegmentLine.of(segment) for segment in rollout.segments],
+            untrusted=[_SegmentLine.of(segment) for segment in rollout.untrusted],
+            exchanges=list(rollout.exchanges),
             transcript=_encodable(recorded.transcript),
         )
     except ValidationError as error:
@@ -79,6 +81,8 @@ def from_line(data: bytes) -> RecordedRollout:
         kind=line.kind,
         attempt=line.attempt,
         segments=tuple(segment.segment() for segment in line.segments),
+        untrusted=tuple(segment.segment() for segment in line.untrusted),
+        exchanges=tuple(line.exchanges),
         reward=line.reward,
         failure=line.failure,
         seconds=line.seconds,
@@ -127,6 +131,8 @@ class _Line(BaseModel):
     seconds: dict[str, float]
     stats: dict[str, int]
     segments: list[_SegmentLine]
+    untrusted: list[_SegmentLine] = []
+    exchanges: list[dict[str, Any]] = []
     transcript: str = ""
 
 

@@ -17,6 +17,9 @@ from dockyard.settings.overrides import apply_overrides
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
 from dockyard.settings.text import settings_by_key
 
+_EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.deterministic")
+_SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
+
 
 def load_run_config(toml: Path | None, overrides: Sequence[str]) -> RunConfig:
     """The settings of one run; `overrides` are command-line words such as `--trainer.lr 1e-4`."""
@@ -92,14 +95,22 @@ def _with_position(message: str, text: str) -> str:
 
 def _missing(config: RunConfig) -> list[Problem]:
     """Settings that others make necessary. Not a validator: `RunConfig()` is where the defaults are read from."""
+    found: list[Problem] = []
     if config.tasks.source == "folder" and config.tasks.train is None:
-        return [
+        found.append(
             Problem(
                 "`tasks.train` is not set, and `tasks.source` is `folder`",
                 "`--tasks.train DIR` names a folder of Harbor tasks; `--tasks.source demo` generates small ones",
             )
-        ]
-    return []
+        )
+    if config.engine.type != "transformers" and config.engine.url is None:
+        found.append(
+            Problem(
+                f"`engine.url` is not set, and `engine.type` is `{config.engine.type}`",
+                "`--engine.url http://localhost:8000` names a server; `--engine.type transformers` needs none",
+            )
+        )
+    return found
 
 
 def _without_effect(config: RunConfig) -> list[Problem]:
@@ -115,7 +126,7 @@ def _without_effect(config: RunConfig) -> list[Problem]:
 
 def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Under which of this run's circumstances which settings are not read."""
-    agent, tasks = config.agent.name, config.tasks
+    agent, tasks, engine = config.agent.name, config.tasks, config.engine
     circumstances = {
         "`tasks.source` is `folder`": (tasks.source == "folder", ("tasks.num_train", "tasks.num_heldout")),
         "`tasks.source` is `demo`": (tasks.source == "demo", ("tasks.train", "tasks.heldout")),
@@ -125,8 +136,9 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
         ),
         f"`agent.name` is `{agent}`": (agent in ("oracle", "nop") or ":" in agent, ("agent.max_turns",)),
         "`engine.deterministic` is true": (
-            config.engine.deterministic,
+            engine.type == "transformers" and engine.deterministic,
             ("engine.max_batch", "engine.prefix_cache_mb"),
         ),
+        f"`engine.type` is `{engine.type}`": (True, _EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
     }
     return {when: keys for when, (holds, keys) in circumstances.items() if holds}

@@ -5,13 +5,17 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard import interrupt
 from dockyard.config import RunConfig
+from dockyard.engine.checks import Wanted
+from dockyard.engine.connect import connect
 from dockyard.engine.model_dir import find_model
+from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.remote import RemoteEngine
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.errors import DockyardError
@@ -66,7 +70,10 @@ def _prepare(config: RunConfig, run: RunDir) -> _Inputs:
     train_tasks, heldout_tasks = _load_tasks(config, run)
     model_dir = find_model(config.model.name)
     return _Inputs(
-        train_tasks=train_tasks, heldout_tasks=heldout_tasks, model_dir=model_dir, renderer=Renderer.load(model_dir)
+        train_tasks=train_tasks,
+        heldout_tasks=heldout_tasks,
+        model_dir=model_dir,
+        renderer=Renderer.load(model_dir, config.model.name),
     )
 
 
@@ -93,30 +100,53 @@ async def _open(
     config: RunConfig, run: RunDir, inputs: _Inputs, progress: Progress
 ) -> AsyncGenerator[tuple[TaskRollouts, PublishedPolicy]]:
     """Model, engine and gateway, all ended with the block."""
-    progress.say(f"loading {config.model.name}")
-    base = await asyncio.to_thread(load_model, inputs.model_dir, config.model)
-    policy = Policy(base, config.trainer, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
-    if checkpoint := run.latest_checkpoint():
-        policy.restore(checkpoint.path)
-        progress.say(f"resuming after step {policy.version}")
-    engine = TransformersEngine(policy.serving_model(), config.engine)
-    gateway = Gateway(engine, inputs.renderer, MODEL_NAME)
-    try:
+    async with AsyncExitStack() as stack:
+        server = await open_server(config, inputs.model_dir)
+        if server:
+            stack.push_async_callback(server.close)
+        policy = await _load_policy(config, run, inputs.model_dir, progress)
+        engine = server or TransformersEngine(policy.serving_model(), config.engine)
+        if not server:
+            stack.push_async_callback(engine.close)
+        gateway = Gateway(engine, inputs.renderer, MODEL_NAME)
+        stack.push_async_callback(gateway.close)
         await gateway.start()
         runner = TrialRunner(
             gateway=gateway,
             agent=config.agent,
             environment=config.environment,
             limits=config.rollout,
+            policy_use=config.gateway,
             max_new_tokens=config.sampling.max_new_tokens,
             trials_dir=run.trials,
         )
         pool = Pool(runner=runner, run=run, config=config.rollout, transcribe=inputs.renderer.transcript)
         learner = PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
         yield TaskRollouts(pool=pool, tasks=inputs.train_tasks, config=config, progress=progress), learner
-    finally:
-        await gateway.close()
-        await engine.close()
+
+
+async def open_server(config: RunConfig, model_dir: Path) -> RemoteEngine | None:
+    """The server that the settings name, checked before any weights are loaded; None for the embedded engine."""
+    if config.engine.type == "transformers":
+        return None
+    server = await connect(config.engine, Wanted.of(config.model.name, model_dir, config.trainer.lora_r))
+    if isinstance(server, TextEndpoint):
+        await server.close()
+        raise DockyardError(
+            f"`{config.engine.url}` returns no token ids, so there is nothing to train on exactly",
+            hint="train with `--engine.type vllm` or `sglang`; `dockyard serve` can put this endpoint before agents",
+        )
+    return server
+
+
+async def _load_policy(config: RunConfig, run: RunDir, model_dir: Path, progress: Progress) -> Policy:
+    progress.say(f"loading {config.model.name}")
+    base = await asyncio.to_thread(load_model, model_dir, config.model)
+    policy = Policy(base, config.trainer, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
+    if checkpoint := run.latest_checkpoint():
+        policy.restore(checkpoint.path)
+        progress.say(f"resuming after step {policy.version}")
+    return policy
 
 
 async def _evaluate(config: RunConfig, rollouts: TaskRollouts, heldout: list[Task], phase: str) -> None:

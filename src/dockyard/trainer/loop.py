@@ -16,6 +16,7 @@ from typing import Protocol
 from dockyard.config import RunConfig
 from dockyard.engine import Engine
 from dockyard.rollout.pool import Order, Pool, failure_counts
+from dockyard.rollout.statistics import gateway_metrics
 from dockyard.run_dir import RunDir, step_phase
 from dockyard.tasks import tasks_of_step
 from dockyard.trainer.policy import Policy
@@ -101,9 +102,10 @@ class PublishedPolicy:
         return metrics | {"time/update_s": time.monotonic() - start}
 
     async def publish(self) -> None:
+        # What was served until now stays: a server may read it again for a request that is not over.
+        self.run.keep_adapters(self.version - 1)
         folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_adapter)
         await self.engine.publish(folder, self.version)
-        self.run.keep_adapters(self.version)
 
     async def checkpoint(self) -> None:
         """Save everything, if it is time."""
@@ -153,5 +155,6 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "rollout/lost": float(len(rollouts) - len(rewards)),
         "rollout/segments": fmean(len(rollout.segments) for rollout in rollouts),
         "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+        **gateway_metrics(rollouts),
         **{f"failure/{cause}": float(count) for cause, count in failure_counts(rollouts).items()},
     }

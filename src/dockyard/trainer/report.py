@@ -9,6 +9,7 @@ from statistics import fmean, variance
 from typing import Any
 
 from dockyard.rollout.pool import failure_counts
+from dockyard.rollout.statistics import gateway_line, gateway_metrics
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
 from dockyard.types import Rollout
 
@@ -65,6 +66,7 @@ def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
         "rollouts": len(everything),
         "sampled_tokens": sum(rollout.num_sampled for rollout in everything),
         "failures": failure_counts(everything),
+        "gateway": gateway_metrics(everything),
         "wall_s": wall_s,
     }
     run.write_summary(summary)
@@ -122,6 +124,7 @@ def _closing(run: RunDir, summary: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{summary['rollouts']} rollouts, failures: {failures}; {summary['wall_s'] / 60:.1f} minutes",
+            *filter(None, [gateway_line(summary["gateway"])]),
             f"run folder:   {run.path}",
             f"adapter:      {last}",
             f"reward curve: {run.curve}",

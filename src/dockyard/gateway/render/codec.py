@@ -13,6 +13,9 @@ from dockyard.types import IntArray
 
 type Json = dict[str, Any]
 
+_LONGEST = 40
+"""Control tokens are shorter than this."""
+
 
 class Codec:
     """The tokenizer, twice: as it is, and without its control tokens for text that only looks like them."""
@@ -25,11 +28,23 @@ class Codec:
         self._plain = Tokenizer.from_str(json.dumps(_without_control_tokens(tokenizer, self._nonce)))
         self._control = re.compile("|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True))) or "(?!)")
         self._hidden = re.compile(re.escape(self.placeholder("#")).replace(r"\#", "([0-9]+)"))
+        tokens = [token for token in self.control_ids if len(token) <= _LONGEST]
+        self._middles = {t[i:j] for t in tokens for i in range(1, len(t) - 1) for j in range(i + 2, len(t))}
+        self._begun = _any_of({t[:n] for t in tokens for n in range(2, len(t))}, "(?:{})$")
+        self._ended = _any_of({t[-n:] for t in tokens for n in range(2, len(t))}, "{}")
         self._normalises = any(token.get("normalized") for token in _added_tokens(tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._full.get_vocab_size()
 
     def placeholder(self, name: str) -> str:
         """Text that stands for something else while the template runs."""
         return f"\ue000{self._nonce}:{name}\ue001"
+
+    def spells_control(self, text: str) -> bool:
+        """Would this text become a control token if it were encoded as it is?"""
+        return self.shield(text) != text
 
     def shield(self, text: str) -> str:
         """Put placeholders where the text spells a control token."""
@@ -40,9 +55,10 @@ class Codec:
 
     def encode(self, text: str) -> IntArray:
         """Ids of rendered text. Placeholders become the text they stand for, in ordinary tokens."""
-        encoding = self._full.encode(text, add_special_tokens=False)
         if not self._hidden.search(text):
-            return np.array(encoding.ids, np.int32)
+            # As a batch of one, because that lets other threads run meanwhile.
+            return np.array(self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+        encoding = self._full.encode_batch([text], add_special_tokens=False)[0]
         ids: list[int] = []
         start = 0
         for token_id, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -51,29 +67,55 @@ class Codec:
                 start = right
         return np.array([*ids, *self._encode_plain(text[start:])], np.int32)
 
-    def encode_to_first_control(self, text: str) -> list[int]:
-        """Ids up to and with the first control token; empty if there is none."""
-        ids = self.encode(text).tolist()
-        first = next((index for index, token_id in enumerate(ids) if token_id in self._ids), None)
-        return [] if first is None else ids[: first + 1]
+    def is_fragment(self, text: str) -> bool:
+        """Could this text become a control token together with what is printed before or after it?"""
+        if text[-_LONGEST:] in self._middles or self._begun.search(text[-_LONGEST:]):
+            return True
+        return self._ended.match(text[:_LONGEST]) is not None
+
+    def num_control(self, ids: IntArray) -> int:
+        return int(np.isin(ids, list(self._ids)).sum())
+
+    def to_first_control(self, text: str) -> str:
+        """The text up to and with its first control token; empty if there is none."""
+        first = self._control.search(text)
+        return text[: first.end()] if first else ""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a single token by its text; None if there is no such token."""
+        return self._full.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._full.decode(ids, skip_special_tokens=False)
 
     def _encode_plain(self, text: str) -> list[int]:
         spelled = {str(token_id): content for content, token_id in self.control_ids.items()}
-        return self._plain.encode(self._hidden.sub(lambda match: spelled[match[1]], text), add_special_tokens=False).ids
+        text = self._hidden.sub(lambda match: spelled[match[1]], text)
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def _any_of(texts: set[str], form: str) -> re.Pattern[str]:
+    return re.compile(form.format("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"))
 
 
 def _without_control_tokens(tokenizer: Json, nonce: str) -> Json:
     """The same tokenizer, unable to produce a control token from any text."""
     model: Json = tokenizer["model"]
     control = set(_control_ids(tokenizer)) - {model.get("unk_token")}
-    return tokenizer | {"added_tokens": [], "model": model | {"vocab": _renamed(model["vocab"], control, nonce)}}
+    ordinary = [token for token in _added_tokens(tokenizer) if token["content"] not in _control_ids(tokenizer)]
+    return tokenizer | {"added_tokens": ordinary, "model": model | {"vocab": _renamed(model["vocab"], control, nonce)}}
+
+
+_ORDINARY = re.compile(r"[\s▁]*|</?(?!think>)[a-z]+[0-9]?>")
+"""Added tokens that are only words to the model, unless flagged special: runs of blanks, HTML tags (Gemma has them)."""
 
 
 def _control_ids(tokenizer: Json) -> dict[str, int]:
-    return {token["content"]: token["id"] for token in _added_tokens(tokenizer)}
+    return {
+        token["content"]: token["id"]
+        for token in _added_tokens(tokenizer)
+        if token.get("special") or not _ORDINARY.fullmatch(token["content"])
+    }
 
 
 def _added_tokens(tokenizer: Json) -> list[Json]:

@@ -1,0 +1,138 @@
+"""What a server must be before a run may sample from it. Each refusal says what to start the server with."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dockyard.config import EngineConfig
+from dockyard.engine import GenerateRequest
+from dockyard.engine.remote import Ask, Draw, Served, Wire, models_in, read_draw
+from dockyard.engine.server import Server
+from dockyard.errors import EngineError
+
+# Where tokenizers differ: capitals, digits, runs of spaces, letters outside ASCII.
+_TEXT = "def Main():\n        return 'naïve' + str(1234567)  # → 42\n"
+_TOP = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a run expects of a server."""
+
+    model: str
+    """What to serve, for hints."""
+    lora_rank: int
+    text: str
+    token_ids: Sequence[int]
+    """Of `text`, by the run's own tokenizer."""
+
+    @classmethod
+    def of(cls, model: str, model_dir: Path, lora_rank: int) -> Self:
+        """For the model in this folder."""
+        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        token_ids = tokenizer.encode(_TEXT, add_special_tokens=False).ids
+        return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids)
+
+
+async def find_card(server: Server, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:
+    """What the server says about the model to sample from. `hint` is for a server that does not answer."""
+    try:
+        answer = await server.get("/v1/models", patient=False)
+    except EngineError as error:
+        raise EngineError(error.message, hint=hint) from error
+    if answer.status == 404 and config.model:
+        return {"id": config.model}
+    cards = {str(card["id"]): card for card in models_in(server, answer) if not card.get("parent")}
+    name = config.model or (next(iter(cards)) if len(cards) == 1 else None)
+    if name not in cards:
+        listed = ", ".join(f"`{name}`" for name in list(cards)[:8]) + (", ..." if len(cards) > 8 else "")
+        wish = f"no `{config.model}`" if config.model else f"{len(cards)} models"
+        raise EngineError(f"`{server.url}` serves {wish}: {listed}", hint="`--engine.model` names the one to sample")
+    return cards[name]
+
+
+def served_as(server: Server, config: EngineConfig, card: Mapping[str, Any]) -> Served:
+    """The model's name there and its context length, as far as the settings allow."""
+    limit, wish = card.get("max_model_len"), config.context_length
+    if limit is None and wish is None:
+        raise EngineError(
+            f"`{server.url}` does not say how long its context is",
+            hint="`--engine.context_length` says it: the tokens of prompt and answer together",
+        )
+    if limit is not None and wish is not None and wish > limit:
+        raise EngineError(
+            f"`engine.context_length` is {wish}, and `{server.url}` has {limit}",
+            hint="`--engine.context_length none`, or give the server a longer context",
+        )
+    return Served(name=str(card["id"]), context_length=int(wish or limit or 0))
+
+
+async def tokenize(server: Server, served: Served, text: str) -> list[int]:
+    """By the server's own tokenizer."""
+    body = {"model": served.name, "prompt": text, "add_special_tokens": False}
+    answer = await server.post("/tokenize", body)
+    match answer.body:
+        case {"tokens": [*token_ids]} if answer.ok:
+            return token_ids
+        case _:
+            raise EngineError(
+                f"`{server.url}/tokenize` does not tokenize: {answer.reason}",
+                hint="start the server with its tokenizer (without `--skip-tokenizer-init`)",
+            )
+
+
+def check_ids(server: Server, token_ids: Sequence[int], wanted: Wanted, *, hint: str) -> None:
+    """Refuse a server whose token ids mean something else than ours."""
+    if list(token_ids) != list(wanted.token_ids):
+        raise EngineError(
+            f"`{server.url}` has another tokenizer than `{wanted.model}`: {wanted.text!r} is {list(token_ids)} there "
+            f"and {list(wanted.token_ids)} here",
+            hint=hint,
+        )
+
+
+async def check_logprobs(server: Server, wire: Wire, served: Served, wanted: Wanted, *, hint: str) -> None:
+    """Refuse a server that reports the model's own logprobs, not those of the distribution it draws from."""
+    cool, warm = [await _probe(server, wire, served, wanted, temperature) for temperature in (1.0, 2.0)]
+    if not are_logprobs(cool.top) or not are_tempered(cool.top, warm.top):
+        raise EngineError(
+            f"`{server.url}` sends logprobs without the temperature: not those of the distribution it samples from",
+            hint=hint,
+        )
+
+
+async def _probe(server: Server, wire: Wire, served: Served, wanted: Wanted, temperature: float) -> Draw:
+    request = GenerateRequest(
+        prompt_ids=np.array(wanted.token_ids, dtype=np.int32),
+        max_new_tokens=1,
+        temperature=temperature,
+        stop_ids=frozenset(),
+        seed=0,
+    )
+    ask = Ask(request=request, model=served.name, top=_TOP)
+    answer = await server.post(wire.generate_path, wire.body(ask))
+    if answer.status == 404:
+        raise EngineError(
+            f"`{server.url}{wire.generate_path}` does not exist: {answer.reason}",
+            hint=f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`",
+        )
+    return read_draw(server, wire, answer)
+
+
+def are_logprobs(top: Mapping[str, float]) -> bool:
+    """Whether these can be the logprobs of different tokens at one place; logits cannot, as a rule."""
+    return len(top) > 1 and sum(math.exp(min(logprob, 1.0)) for logprob in top.values()) < 1.01
+
+
+def are_tempered(cool: Mapping[str, float], warm: Mapping[str, float]) -> bool:
+    """Whether twice the temperature halves the distance between the same two tokens."""
+    shared = sorted(cool.keys() & warm.keys(), key=lambda token: cool[token])
+    if len(shared) < 2:
+        return False
+    last, first = shared[0], shared[-1]
+    return warm[first] - warm[last] < 0.75 * (cool[first] - cool[last])

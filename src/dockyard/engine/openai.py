@@ -1,0 +1,126 @@
+"""Any OpenAI-compatible endpoint: an engine where it returns token ids, else one for text only."""
+
+import logging
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from dockyard.config import EngineConfig
+from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as
+from dockyard.engine.remote import Ask, Draw, RemoteEngine, key_hint
+from dockyard.engine.server import Answer, Server
+from dockyard.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class TextEndpoint:
+    """An endpoint that returns no token ids: what it says can be recorded as text, and not trained exactly."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server = server
+        self._model = model
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Pass a chat-completions body on under the endpoint's own model name."""
+        path = "/v1/chat/completions"
+        answer = await self._server.generate(path, body | {"model": self._model, "stream": False})
+        match answer.body:
+            case {"choices": [_, *_]} if answer.ok:
+                return answer.body
+            case _:
+                raise EngineError(f"`{self._server.url}{path}` refused: {answer.reason}", hint=key_hint(answer))
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+async def connect_openai(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine | TextEndpoint:
+    """An engine over this endpoint if it tells token ids, as vLLM's does; else a `TextEndpoint`."""
+    wire = CompletionsWire()
+    card = await find_card(server, config, hint="check `engine.url`; it is what a client takes as its base URL")
+    probe = {"prompt": wanted.text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
+    answer = await server.post(wire.generate_path, probe | {"model": card["id"]})
+    if answer.status in (401, 403):
+        raise EngineError(f"`{server.url}{wire.generate_path}` refused: {answer.reason}", hint=key_hint(answer))
+    prompt_ids = _prompt_ids(answer)
+    if prompt_ids is None:
+        logger.warning(
+            "%s returns no token ids: text mode. Rollouts are recorded as text, without tokens and logprobs, "
+            "and nothing can be trained on them exactly",
+            server.url,
+        )
+        return TextEndpoint(server, card["id"])
+    served = served_as(server, config, card)
+    # A token for the beginning of a text may come first; there is no standard way to leave it out.
+    check_ids(server, prompt_ids[-len(wanted.token_ids) :], wanted, hint=f"serve `{wanted.model}` there")
+    hint = "if the server is vLLM, start it with `--logprobs-mode processed_logprobs`"
+    await check_logprobs(server, wire, served, wanted, hint=hint)
+    return RemoteEngine(server, wire, served)
+
+
+def _prompt_ids(answer: Answer) -> list[int] | None:
+    """The ids that an answer says its prompt has; None if it tells no ids, neither of prompt nor of tokens."""
+    try:
+        choice = _Response.model_validate(answer.body).choices[0] if answer.ok else None
+    except ValidationError:
+        return None
+    return choice.prompt_token_ids if choice else None
+
+
+class CompletionsWire:
+    """Implements `Wire` by `/v1/completions` with the fields that vLLM adds to it."""
+
+    generate_path = "/v1/completions"
+    adapters_path = None
+    abort_path = None
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        request = ask.request
+        return {
+            "model": ask.model,
+            "prompt": request.prompt_ids.tolist(),
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": request.seed,
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
+            "logprobs": max(ask.top, 1),
+            "return_token_ids": True,
+        }
+
+    def draw(self, body: Any) -> Draw:
+        choice = _Response.model_validate(body).choices[0]
+        return Draw(
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs.token_logprobs,
+            finish=choice.finish_reason,
+            top=choice.logprobs.top_logprobs[0] if choice.logprobs.top_logprobs else {},
+        )
+
+    def has_forgotten(self, answer: Answer) -> bool:
+        return False
+
+    def command(self, model: str, rank: int) -> str:
+        return f"vllm serve {model} --logprobs-mode processed_logprobs"
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+class _Choice(BaseModel):
+    token_ids: list[int]
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs
+    finish_reason: str
+
+
+class _Response(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)

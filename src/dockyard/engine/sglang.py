@@ -1,0 +1,90 @@
+"""SGLang's wire format: `/generate`, token ids in, token ids and logprobs out.
+
+Written against SGLang's source of August 2026. Its prefix cache is keyed by an id that each loaded adapter gets anew,
+and its seeds count only under `--enable-deterministic-inference`.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from dockyard.config import EngineConfig
+from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as, tokenize
+from dockyard.engine.remote import Ask, Draw, RemoteEngine
+from dockyard.engine.server import Answer, Server
+
+
+async def connect_sglang(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
+    """An engine over this server, once it has shown that it can be trained with."""
+    wire = SGLangWire()
+    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
+    served = served_as(server, config, await find_card(server, config, hint=start))
+    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
+    flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
+    await check_logprobs(server, wire, served, wanted, hint=flag)
+    return RemoteEngine(server, wire, served)
+
+
+class SGLangWire:
+    """Implements `Wire`."""
+
+    generate_path = "/generate"
+    adapters_path = ""
+    abort_path = "/abort_request"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        request = ask.request
+        sampling = {
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "sampling_seed": request.seed,
+            "max_new_tokens": request.max_new_tokens,
+            "stop_token_ids": sorted(request.stop_ids),  # besides the model's own; `ignore_eos` would switch off both
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        return {
+            "rid": ask.id,
+            "input_ids": request.prompt_ids.tolist(),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": ask.top,
+            **({"lora_path": ask.adapter} if ask.adapter else {}),
+        }
+
+    def draw(self, body: Any) -> Draw:
+        meta = _Response.model_validate(body).meta_info
+        return Draw(
+            token_ids=[token_id for _, token_id, _ in meta.output_token_logprobs],
+            logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs],
+            finish=meta.finish_reason.type,
+            top={str(token): logprob for position in meta.output_top_logprobs[:1] for logprob, token, _ in position},
+        )
+
+    def has_forgotten(self, answer: Answer) -> bool:
+        return answer.status == 400 and "never been loaded" in answer.reason
+
+    def command(self, model: str, rank: int) -> str:
+        return (
+            f"python -m sglang.launch_server --model-path {model} --enable-lora --max-lora-rank {rank} "
+            "--lora-target-modules all"
+        )
+
+
+class _Finish(BaseModel):
+    type: str
+
+
+class _Meta(BaseModel):
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] = []
+    finish_reason: _Finish
+
+
+class _Response(BaseModel):
+    meta_info: _Meta

@@ -1,0 +1,105 @@
+"""vLLM's wire format: `/inference/v1/generate`, token ids in, token ids and logprobs out.
+
+Hanging up aborts a request. The prefix cache is keyed by the adapter's name (and its path, in newer versions).
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from dockyard.config import EngineConfig
+from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as, tokenize
+from dockyard.engine.remote import Ask, Draw, RemoteEngine
+from dockyard.engine.server import Answer, Server
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` accepts
+
+
+async def connect_vllm(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
+    """An engine over this server, once it has shown that it can be trained with."""
+    wire = VLLMWire()
+    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
+    served = served_as(server, config, await find_card(server, config, hint=start))
+    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
+    flag = "start the server with `--logprobs-mode processed_logprobs`"
+    await check_logprobs(server, wire, served, wanted, hint=flag)
+    return RemoteEngine(server, wire, served)
+
+
+class VLLMWire:
+    """Implements `Wire`."""
+
+    generate_path = "/inference/v1/generate"
+    adapters_path = "/v1"
+    abort_path = None
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        request = ask.request
+        sampling = {
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": request.seed,
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
+            "ignore_eos": True,  # our stop ids, and no others
+            "logprobs": ask.top,  # the sampled token's own always comes with them
+            "detokenize": False,
+        }
+        return {
+            "model": ask.adapter or ask.model,
+            "token_ids": request.prompt_ids.tolist(),
+            "sampling_params": sampling,
+        }
+
+    def draw(self, body: Any) -> Draw:
+        choice = _Response.model_validate(body).choices[0]
+        positions = choice.logprobs.content
+        return Draw(
+            token_ids=choice.token_ids,
+            logprobs=[position.logprob for position in positions],
+            finish=choice.finish_reason,
+            top={entry.key: entry.logprob for position in positions[:1] for entry in position.top_logprobs},
+        )
+
+    def has_forgotten(self, answer: Answer) -> bool:
+        return answer.status == 404
+
+    def command(self, model: str, rank: int) -> str:
+        largest = next((known for known in _RANKS if known >= rank), rank)
+        # vLLM before 0.30 knows no `--enable-scale-out` and needs none.
+        return (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --enable-lora --max-lora-rank {largest} "
+            "--logprobs-mode processed_logprobs --enable-scale-out"
+        )
+
+
+class _Logprob(BaseModel):
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+    """`token_id:N`, from vLLM before 0.32."""
+
+    @property
+    def key(self) -> str:
+        return self.token or str(self.token_id)
+
+
+class _Position(_Logprob):
+    top_logprobs: list[_Logprob] = []
+
+
+class _Logprobs(BaseModel):
+    content: list[_Position]
+
+
+class _Choice(BaseModel):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str
+
+
+class _Response(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)

@@ -1,0 +1,1 @@
+"""The wire formats that agents speak, one file each. They translate, and decide nothing."""

@@ -1,0 +1,281 @@
+"""The OpenAI Responses dialect: wire to canonical messages and back. Knows no HTTP and no engine.
+
+Beyond OpenAI's fields, `return_token_ids` and `logprobs` add `prompt_token_ids`, `token_ids` and `logprobs` (floats)
+to the response object, in a stream to that of `response.completed`.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from dockyard.gateway.calls import (
+    RefusedError,
+    Reply,
+    Served,
+    TokenFields,
+    arguments_object,
+    event,
+    invalid,
+    one_system,
+    validate,
+)
+from dockyard.gateway.dialects.chat import error_body
+from dockyard.gateway.dialects.responses_tools import AgentTool, WireTool, agent_tools, dotted, new_id, new_item
+from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+
+
+def _as_parts(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Text(BaseModel):
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class _OutputPart(BaseModel):
+    type: str
+    text: str | None = None
+
+
+type _Parts[Part] = Annotated[list[Part], BeforeValidator(_as_parts)]
+
+
+class _Message(BaseModel):
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts[_Text]
+
+
+class _Reasoning(BaseModel):
+    type: Literal["reasoning"]
+    content: list[_Text] | None = None
+    summary: list[_Text] | None = None
+
+
+class _FunctionCall(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class _CustomCall(BaseModel):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class _CallOutput(BaseModel):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: _Parts[_OutputPart]
+
+
+type _Item = Annotated[_Message | _Reasoning | _FunctionCall | _CustomCall | _CallOutput, Field(discriminator="type")]
+
+
+def _as_items(given: object) -> object:
+    """A text alone is the user's, and messages may leave out that they are messages."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    items = cast(list[object], given)
+    return [{"type": "message", **cast(Json, item)} if isinstance(item, dict) else item for item in items]
+
+
+class _TextOptions(BaseModel):
+    format: Json | None = None
+
+
+class _Body(BaseModel):
+    input: Annotated[list[_Item], BeforeValidator(_as_items)] = Field(min_length=1)
+    instructions: str | None = None
+    tools: list[WireTool] | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = None
+    text: _TextOptions | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesCall:
+    """One request, and how its answer is to look."""
+
+    prompt: Prompt
+    max_tokens: int | None
+    stream: bool
+    tokens: TokenFields
+    tools: Mapping[str, AgentTool]
+    """By the name that the policy uses."""
+    head: Json
+    """What every response object of the answer repeats: id, time, model."""
+    numbers: Iterator[int] = field(default_factory=count)
+    """Of the events of a stream, keep-alives included."""
+
+    def body(self, reply: Reply) -> Json:
+        return self._completed(reply, self._items(reply.message))
+
+    def begin(self, reply: Reply | None = None) -> bytes:
+        return self._event("response.created", response=self._object("in_progress"))
+
+    def keep_alive(self) -> bytes:
+        return self._event("response.in_progress", response=self._object("in_progress"))
+
+    def events(self, reply: Reply) -> bytes:
+        items = self._items(reply.message)
+        said = b"".join(part for index, item in enumerate(items) for part in self._item_events(index, item))
+        return said + self._event("response.completed", response=self._completed(reply, items))
+
+    def error_event(self, refused: RefusedError) -> bytes:
+        error = {"code": refused.code, "message": refused.message}
+        return self._event("response.failed", response={**self._object("failed"), "error": error})
+
+    def _object(self, status: str) -> Json:
+        fixed: Json = {"output": [], "error": None, "incomplete_details": None, "tools": [], "tool_choice": "auto"}
+        return {**self.head, "object": "response", "status": status, **fixed, "parallel_tool_calls": True}
+
+    def _completed(self, reply: Reply, items: list[Json]) -> Json:
+        """The finished response. A cut one counts as completed: `response.incomplete` would end codex's whole run."""
+        cut = {"reason": "max_output_tokens"} if reply.turn.finish.value == "length" else None
+        said: Json = {"output": items, "incomplete_details": cut, "usage": _usage(reply)}
+        return {**self._object("completed"), **said, **self.tokens.of(reply)}
+
+    def _items(self, message: Message) -> list[Json]:
+        items: list[Json] = []
+        if message.reasoning:
+            thought: Json = {"type": "reasoning_text", "text": message.reasoning}
+            items.append(new_item("reasoning", "rs", summary=[], content=[thought], encrypted_content="none"))
+        if message.text or not (message.reasoning or message.calls):
+            part: Json = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+            items.append(new_item("message", "msg", role=ASSISTANT, content=[part], status="completed"))
+        # A tool that nobody knows is the policy's invention: the agent will tell it so.
+        return [*items, *(self.tools.get(call.name, AgentTool(name=call.name)).item(call) for call in message.calls)]
+
+    def _item_events(self, index: int, item: Json) -> Iterator[bytes]:
+        """An item as a stream builds it: empty, filled, done."""
+        yield self._event("response.output_item.added", output_index=index, item=_unfilled(item))
+        for kind, fields in _filling(item):
+            yield self._event(kind, item_id=item["id"], output_index=index, **fields)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event(kind, sequence_number=next(self.numbers), **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """`/v1/responses`."""
+
+    served: Served
+
+    def parse(self, body: object) -> ResponsesCall:
+        wire = validate(_Body, body)
+        if wire.previous_response_id is not None or wire.conversation is not None:
+            invalid("no history is kept here: send all of it as `input`, not `previous_response_id` or `conversation`")
+        tools = agent_tools(wire.tools or ())
+        head = {"id": new_id("resp"), "created_at": int(time.time()), "model": self.served.model_name}
+        return ResponsesCall(
+            prompt=_prompt(wire, [tool.function for tool in tools.values()]),
+            max_tokens=wire.max_output_tokens,
+            stream=bool(wire.stream),
+            tokens=TokenFields(ids=bool(wire.return_token_ids), logprobs=bool(wire.logprobs)),
+            tools=tools,
+            head=head,
+        )
+
+    def error(self, refused: RefusedError) -> Json:
+        return error_body(refused)
+
+
+def _usage(reply: Reply) -> Json:
+    return {
+        "input_tokens": reply.num_prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": reply.num_sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.num_prompt + reply.num_sampled,
+    }
+
+
+def _unfilled(item: Json) -> Json:
+    empty: Json = {"content": [], "arguments": "", "input": "", "status": "in_progress"}
+    return {name: empty.get(name, value) for name, value in item.items()}
+
+
+def _filling(item: Json) -> Iterator[tuple[str, Json]]:
+    """The events between an item's beginning and its end, from which clients put it together."""
+    match item["type"]:
+        case "message":
+            [part] = item["content"]
+            text: Json = {"content_index": 0, "logprobs": []}
+            yield "response.content_part.added", {"content_index": 0, "part": {**part, "text": ""}}
+            yield "response.output_text.delta", {**text, "delta": part["text"]}
+            yield "response.output_text.done", {**text, "text": part["text"]}
+            yield "response.content_part.done", {"content_index": 0, "part": part}
+        case "function_call":
+            arguments = item["arguments"]
+            yield "response.function_call_arguments.delta", {"delta": arguments}
+            yield "response.function_call_arguments.done", {"name": item["name"], "arguments": arguments}
+        case "custom_tool_call":
+            yield "response.custom_tool_call_input.delta", {"delta": item["input"]}
+            yield "response.custom_tool_call_input.done", {"input": item["input"]}
+        case _:
+            pass
+
+
+def _prompt(wire: _Body, tools: Sequence[Json]) -> Prompt:
+    messages = [Message("system", wire.instructions)] if wire.instructions else []
+    for message in map(_message, wire.input):
+        if messages and _continues(messages[-1], message):
+            turn = messages.pop()
+            message = replace(turn, text=turn.text + message.text, calls=turn.calls + message.calls)
+        messages.append(message)
+    form = wire.text.format if wire.text else None
+    structured = form is not None and form.get("type") not in (None, "text")
+    return Prompt(one_system(messages), tuple(tools), auxiliary=structured and not tools)
+
+
+def _continues(turn: Message, part: Message) -> bool:
+    """Whether two items are of one assistant turn: first it thinks, then it speaks, then it calls tools."""
+    if turn.role != ASSISTANT or part.role != ASSISTANT:
+        return False
+    return bool(part.calls) or not (part.reasoning or turn.text or turn.calls)
+
+
+def _message(item: _Item) -> Message:
+    match item:
+        case _Message():
+            return Message("system" if item.role == "developer" else item.role, _joined(item.content))
+        case _Reasoning():
+            return Message(ASSISTANT, "", _joined(item.content or item.summary or ()))
+        case _FunctionCall():
+            return _called(item, arguments_object(item.arguments))
+        case _CustomCall():
+            return _called(item, {"input": item.input})
+        case _CallOutput():
+            return Message("tool", "\n".join(map(_output_text, item.output)), call_id=item.call_id)
+
+
+def _called(item: _FunctionCall | _CustomCall, arguments: Json) -> Message:
+    return Message(ASSISTANT, "", calls=(ToolCall(item.call_id, dotted(item.namespace, item.name), arguments),))
+
+
+def _output_text(part: _OutputPart) -> str:
+    """A picture in a tool's output is named, not refused: the policy asked for it, and the rollout must go on."""
+    return part.text if part.text is not None else f"[{part.type.removeprefix('input_')}]"
+
+
+def _joined(parts: Sequence[_Text]) -> str:
+    return "\n".join(part.text for part in parts)

@@ -1,0 +1,187 @@
+"""The `renderers` package behind our own seam: model families it renders, and its parsers for the rest.
+
+A family is chosen by proof, not by name: it has to render the probes below to the very ids of the folder's own
+template. Imported late, because the package brings the OpenAI client along.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from threading import Lock
+from typing import Any, Self, cast
+
+import numpy as np
+
+from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.gateway.render.codec import Codec
+from dockyard.gateway.render.splice import TemplateRenderer, template_message
+from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.types import IntArray
+
+log = logging.getLogger(__name__)
+
+_PLAIN = {"default", "auto", "custom"}
+"""Entries of the package's registry that are no family."""
+_NEARBY = 1024
+"""Ids at the end of a prompt that always count among its last messages."""
+
+
+class PlainTokenizer:
+    """What `renderers` asks of a tokenizer."""
+
+    def __init__(self, codec: Codec, name: str, eos_ids: frozenset[int]) -> None:
+        self._codec = codec
+        self.name_or_path = name
+        self.unk_token_id: int | None = None
+        self.eos_token_id = min(eos_ids, default=None)
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._codec.encode(text).tolist()
+
+    def decode(self, token_ids: Sequence[int] | int, *_: Any, **__: Any) -> str:
+        return self._codec.decode([token_ids] if isinstance(token_ids, int) else list(token_ids))
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        if isinstance(tokens, str):
+            return self._codec.token_id(tokens)
+        return [self._codec.token_id(token) for token in tokens]
+
+
+class Family:
+    """A model family's own renderer."""
+
+    def __init__(self, name: str, codec: Codec, renderer: Any) -> None:
+        self.name = name
+        self._codec = codec
+        self._renderer = renderer
+        self._lock = Lock()  # the package's renderers are not made for several threads
+        self.stop_ids: frozenset[int] = frozenset(renderer.get_stop_token_ids())
+
+    @classmethod
+    def find(cls, name: str, codec: Codec, template: TemplateRenderer, eos_ids: frozenset[int]) -> Self | None:
+        """The family whose rendering is this template's, if there is one."""
+        tokenizer = PlainTokenizer(codec, name, eos_ids)
+        for family_name, renderer in _candidates(tokenizer):
+            family = cls(family_name, codec, renderer)
+            if all(family._renders_like(template, probe) for probe in _PROBES):
+                return family
+        return None
+
+    def prompt(self, prompt: Prompt) -> IntArray | None:
+        """The ids of a whole history; None where a text in it spells a control token, which the package would obey."""
+        messages = _wire(prompt.messages)
+        if self._spells_control(messages) or self._spells_control(prompt.tools):
+            return None
+        ids = self._try(
+            self._renderer.render_ids, messages, tools=list(prompt.tools) or None, add_generation_prompt=True
+        )
+        return None if ids is None else np.array(ids, np.int32)
+
+    def suffix(
+        self,
+        prefix: tuple[IntArray, IntArray],
+        calls: Sequence[ToolCall],
+        new: Sequence[Message],
+        tools: Sequence[Json],
+    ) -> IntArray | None:
+        """All ids that follow `prefix` (a prompt and what was sampled on it), closing the turn if it is open."""
+        messages = _wire([Message(ASSISTANT, "", calls=tuple(calls)), *new])[1:]
+        if self._spells_control(messages):
+            return None
+        before, sampled = self._tail(prefix[0]), prefix[1].tolist()
+        bridged = self._try(self._renderer.bridge_to_next_turn, before, sampled, messages, tools=list(tools) or None)
+        if bridged is None or bridged.token_ids[: len(before) + len(sampled)] != before + sampled:
+            return None
+        return np.array(bridged.token_ids[len(before) + len(sampled) :], np.int32)
+
+    def parse(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Any:
+        """The package's `ParsedResponse`."""
+        with self._lock:
+            return self._renderer.parse_response(
+                sampled_ids.tolist(), prompt_ids=self._tail(prompt_ids), tools=list(tools) or None
+            )
+
+    def _tail(self, prompt_ids: IntArray) -> list[int]:
+        """A prompt's last messages: the package looks no further back, and long lists are slow."""
+        earlier = prompt_ids[:-_NEARBY]
+        last_ends = (np.flatnonzero(earlier == stop_id)[-1:] for stop_id in self.stop_ids)
+        start = max((int(at) for ends in last_ends for at in ends), default=0)
+        return prompt_ids[start:].tolist()
+
+    def _renders_like(self, template: TemplateRenderer, probe: Prompt) -> bool:
+        try:
+            expected = template.prompt(probe)
+        except TemplateRejectionError:
+            return False
+        ids = self.prompt(probe)
+        return ids is not None and np.array_equal(ids, expected)
+
+    def _try(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A family that does not fit fails in its own way (asserts, missing tokens); then the template decides."""
+        with self._lock:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                log.debug("renderers' `%s` refuses: %s: %s", self.name, type(error).__name__, error)
+                return None
+
+    def _spells_control(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return self._codec.spells_control(value)
+        if isinstance(value, dict):
+            return any(self._spells_control(part) for item in cast("Json", value).items() for part in item)
+        return isinstance(value, list | tuple) and any(map(self._spells_control, cast("list[Any]", value)))
+
+
+def _candidates(tokenizer: PlainTokenizer) -> Iterator[tuple[str, Any]]:
+    """The package's renderers for this tokenizer, the one its table names for the model first."""
+    from renderers.base import MODEL_RENDERER_MAP, create_renderer
+    from renderers.configs import config_from_name
+
+    named = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+    others = sorted(set(MODEL_RENDERER_MAP.values()) - _PLAIN - {named})
+    for name in [named, *others] if named else others:
+        config = config_from_name(name)
+        if config is None:
+            continue
+        try:
+            yield name, create_renderer(tokenizer, _configured(type(config)))
+        except Exception as error:  # most tokenizers lack most families' tokens
+            log.debug("renderers' `%s` does not take this tokenizer: %s", name, error)
+
+
+def _configured(kind: Any) -> Any:
+    # Thinking stays in the history: what was sampled is what the next turn is sampled after.
+    settings = {"thinking_retention": "all"}
+    if "date_string" in kind.model_fields:
+        settings["date_string"] = datetime.now().strftime("%d %b %Y")
+    return kind(**settings)
+
+
+def _wire(messages: Sequence[Message]) -> list[Json]:
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return [template_message(message, names) for message in messages]
+
+
+_PROBE_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads a file.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    },
+}
+_SYSTEM = Message("system", "You work in a shell.")
+_CALLING = Message(ASSISTANT, "I look.", calls=(ToolCall("call_0", "read_file", {"path": "a.txt"}),))
+_RESULT = Message("tool", "one\ntwo", call_id="call_0")
+_PROBES = (
+    Prompt((_SYSTEM, Message("user", "What is in a.txt?"))),
+    Prompt((_SYSTEM, Message("user", "What is in a.txt?")), (_PROBE_TOOL,)),
+    Prompt((_SYSTEM, Message("user", "What is in a.txt?"), _CALLING, _RESULT), (_PROBE_TOOL,)),
+    Prompt(
+        (_SYSTEM, Message("user", "Go."), _CALLING, _RESULT, Message(ASSISTANT, "Two."), Message("user", "And b?")),
+        (_PROBE_TOOL,),
+    ),
+)

@@ -1,0 +1,238 @@
+"""Any Jinja chat template as a renderer that can also render new messages alone, to follow a turn as it was sampled.
+
+New messages are rendered behind a stand-in for the sampled turn. The cut is at the token that ends a turn, which no
+merge crosses, so the line break that templates print there and models never sample is part of the result. Whether a
+template allows that is tried out when it is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import numpy as np
+
+from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.gateway.render.codec import Codec
+from dockyard.gateway.render.preamble import plain_messages, without_tools
+from dockyard.gateway.render.template import ChatTemplate, TemplateRejectionError
+from dockyard.types import IntArray
+
+
+class CallFormat(StrEnum):
+    """How a template writes tool calls, and so how the policy does."""
+
+    HERMES = "hermes"
+    """`<tool_call>{"name", "arguments"}</tool_call>`, as Qwen2.5 and Qwen3."""
+    XML = "xml"
+    """`<tool_call><function=name><parameter=key>value`, as Qwen3-Coder."""
+    LLAMA = "llama"
+    """`{"name", "parameters"}` and nothing else, as Llama 3."""
+    PREAMBLE = "preamble"
+    """The template knows no tools: they are told in the system text (`preamble.py`)."""
+
+
+class _Calls(StrEnum):
+    """Where the stand-in turn has its tool calls. Some templates print no text beside them, some want them."""
+
+    NONE = "none"
+    BESIDE = "beside"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    calls: _Calls
+    with_tools: bool
+    """Slower: the tools are rendered each time only to be cut away."""
+
+
+_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+_CALL = ToolCall("call_0", "probe_tool", {"key": "value"})
+_USER = Message("user", ".")
+
+
+class TemplateRenderer:
+    """One chat template with its tokenizer."""
+
+    def __init__(self, codec: Codec, template: ChatTemplate) -> None:
+        self._codec = codec
+        self._template = template
+        self._turn = codec.placeholder("turn")
+        self._turn_end = codec.to_first_control(self._after([_USER, Message(ASSISTANT, self._turn)]) or "")
+        self.close_ids: list[int] = codec.encode(self._turn_end).tolist()
+        self.call_format = self._find_call_format()
+        self._default_system = self._find_default_system()
+        self._stand_in = self._find_stand_in()
+
+    @property
+    def splices(self) -> bool:
+        """Can messages be rendered on their own?"""
+        return self._stand_in is not None
+
+    def prompt(self, prompt: Prompt) -> IntArray:
+        """The ids of a whole history, up to where the model is to speak."""
+        if self.call_format is CallFormat.PREAMBLE:
+            prompt = without_tools(prompt)
+        messages = prompt.messages
+        if self._default_system is not None and messages[0].role != "system":
+            # Said here rather than by the template, which may leave it out when it renders the same history otherwise.
+            messages = (Message("system", self._default_system), *messages)
+        return self._codec.encode(self._template.render(self._wire(messages), self._shield(prompt.tools), prompt=True))
+
+    def suffix(self, calls: Sequence[ToolCall], new: Sequence[Message], tools: Sequence[Json]) -> IntArray | None:
+        """The ids of messages that follow a closed turn with these calls; None if they cannot be rendered alone."""
+        if self._stand_in is None:
+            return None
+        text = self._suffix_text(self._stand_in, [_USER], calls, new, tools)
+        if text is None and len(calls) > 1:  # some templates want one call a turn, whatever the policy does
+            text = self._suffix_text(self._stand_in, [_USER], calls[:1], new, tools)
+        return None if text is None else self._codec.encode(text)[len(self.close_ids) :]
+
+    def close(self, prefix: IntArray, stop_ids: frozenset[int]) -> IntArray:
+        """The ids that end the turn `prefix` stops in: none if it is closed, else what the template would print."""
+        if len(prefix) and int(prefix[-1]) in self.close_ids[-1:]:
+            return np.empty(0, np.int32)
+        return np.array([*self._open_thought(prefix, stop_ids), *self.close_ids], np.int32)
+
+    def _suffix_text(
+        self,
+        stand_in: _StandIn,
+        head: Sequence[Message],
+        calls: Sequence[ToolCall],
+        new: Sequence[Message],
+        tools: Sequence[Json],
+    ) -> str | None:
+        """What the template prints from the end of the stand-in turn on; None if that cannot be told apart."""
+        if self.call_format is CallFormat.PREAMBLE:
+            calls, new, tools = (), plain_messages(new), ()
+        turn = self._stand_in_turn(stand_in, calls)
+        shown = tools if stand_in.with_tools else ()
+        text = self._after([*head, turn, *new], shown, prompt=True)
+        printed_calls = self._printed_calls([*head, turn], shown) if turn.calls else ""
+        begin = None if printed_calls is None else printed_calls + self._turn_end
+        if text is None or begin is None or not self._turn_end or not text.startswith(begin):
+            return None
+        return text.removeprefix(printed_calls or "")
+
+    def _printed_calls(self, messages: Sequence[Message], tools: Sequence[Json]) -> str | None:
+        """What of the stand-in turn's calls comes after the stand-in itself."""
+        text = self._after(messages, tools)
+        return text[: text.rindex(self._turn_end)] if text and self._turn_end in text else None
+
+    def _stand_in_turn(self, stand_in: _StandIn, calls: Sequence[ToolCall]) -> Message:
+        match stand_in.calls:
+            case _Calls.BESIDE if calls:
+                return Message(ASSISTANT, self._turn, calls=tuple(calls))
+            case _Calls.NAMED if calls:
+                named = ToolCall(calls[0].id, self._turn, calls[0].arguments)
+                return Message(ASSISTANT, "", calls=(named, *calls[1:]))
+            case _:
+                return Message(ASSISTANT, self._turn)
+
+    def _after(self, messages: Sequence[Message], tools: Sequence[Json] = (), *, prompt: bool = False) -> str | None:
+        """What the template prints after the stand-in turn; None if it refuses or does not print that turn once."""
+        try:
+            parts = self._template.render(self._wire(messages), self._shield(tools), prompt=prompt).split(self._turn)
+        except TemplateRejectionError:
+            return None
+        return parts[1] if len(parts) == 2 else None
+
+    def _wire(self, messages: Sequence[Message]) -> list[Json]:
+        names = {call.id: call.name for message in messages for call in message.calls}
+        return self._shield([template_message(message, names) for message in messages])
+
+    def _shield[T](self, value: T) -> T:
+        """No text inside may become a control token, wherever it stands."""
+        return _map_text(value, self._codec.shield)
+
+    def _open_thought(self, prefix: IntArray, stop_ids: frozenset[int]) -> list[int]:
+        """`</think>` if the unfinished turn stops inside a thought."""
+        begin, end = self._codec.control_ids.get("<think>"), self._codec.control_ids.get("</think>")
+        if begin is None or end is None:
+            return []
+        marks = prefix[np.isin(prefix, [begin, end, *stop_ids])]
+        return [end] if len(marks) and int(marks[-1]) == begin else []
+
+    def _find_call_format(self) -> CallFormat:
+        try:
+            told = self._template.render(self._wire([_USER]), [_TOOL], prompt=True)
+            called = self._template.render(self._wire([_USER, Message(ASSISTANT, "", calls=(_CALL,))]), prompt=False)
+        except TemplateRejectionError:
+            return CallFormat.PREAMBLE
+        if _CALL.name not in told:
+            return CallFormat.PREAMBLE
+        if f"<function={_CALL.name}>" in called:
+            return CallFormat.XML
+        if "<tool_call>" in called and '"arguments"' in called:
+            return CallFormat.HERMES
+        return CallFormat.LLAMA if '"parameters"' in called else CallFormat.PREAMBLE
+
+    def _find_stand_in(self) -> _StandIn | None:
+        """The cheapest stand-in behind which new messages look as they do in a real history."""
+        news = [
+            [Message("user", "go on")],
+            [Message("tool", "result", call_id=_CALL.id)],
+            [Message("tool", "result", call_id=_CALL.id), Message("user", "go on")],
+        ]
+        wanted = [self._in_a_real_history(new) for new in news]
+        for stand_in in [_StandIn(calls, with_tools) for with_tools in (False, True) for calls in _Calls]:
+            found = [self._suffix_text(stand_in, [_USER], self._calls_before(new), new, [_TOOL]) for new in news]
+            if found == wanted and found[0] is not None:
+                return stand_in
+        return None
+
+    def _in_a_real_history(self, new: Sequence[Message]) -> str | None:
+        head = [Message("system", "Be brief."), Message("user", "Probe it."), Message(ASSISTANT, "Fine."), _USER]
+        places = (_Calls.BESIDE, _Calls.NAMED, _Calls.NONE)
+        tries = (self._suffix_text(_StandIn(p, True), head, self._calls_before(new), new, [_TOOL]) for p in places)
+        return next((text for text in tries if text is not None), None)
+
+    def _calls_before(self, new: Sequence[Message]) -> tuple[ToolCall, ...]:
+        return (_CALL,) if new[0].role == "tool" else ()
+
+    def _find_default_system(self) -> str | None:
+        """The system text the template makes up when it is given none."""
+        system, user = Message("system", self._turn), Message("user", self._codec.placeholder("user"))
+        try:
+            with_system = self._template.render(self._wire([system, user]), prompt=True)
+            bare = self._template.render(self._wire([user]), prompt=True)
+        except TemplateRejectionError:
+            return None
+        head, _, tail = with_system.partition(self._turn)
+        default = bare[len(head) : len(bare) - len(tail)]
+        added_only = head + default + tail == bare and user.text not in default
+        return default if default and added_only and self._codec.shield(default) == default else None
+
+
+def template_message(message: Message, tool_names: dict[str, str]) -> Json:
+    """A message as chat templates and the `renderers` package know it."""
+    wire: Json = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.calls:
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    if message.role == "tool":
+        wire["tool_call_id"] = message.call_id
+        wire["name"] = tool_names.get(message.call_id, "tool")
+    return wire
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_text(item, change) for key, item in cast("Json", value).items()}
+    if isinstance(value, list | tuple):
+        return [_map_text(item, change) for item in cast("list[Any]", value)]
+    return value

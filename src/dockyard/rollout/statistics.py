@@ -1,0 +1,41 @@
+"""What the gateway counted in many rollouts, as the few numbers that say whether training sees what was sampled."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dockyard.types import Rollout
+
+
+def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Empty when no rollout called the model."""
+    totals: Counter[str] = Counter()
+    for rollout in rollouts:
+        totals.update(rollout.stats)
+    calls = [rollout.stats["calls"] for rollout in rollouts if rollout.stats.get("calls")]
+    answered = [rollout.stats.get("answered", 0) for rollout in rollouts]
+    if not calls:
+        return {}
+    return {
+        "gateway/calls": float(sum(calls)),
+        "gateway/splice_rate": totals["splices"] / max(sum(max(n - 1, 0) for n in answered), 1),
+        "gateway/segments": sum(len(rollout.segments) for rollout in rollouts) / len(calls),
+        "gateway/trained_share": totals["trained_tokens"] / max(totals["sampled_tokens"], 1),
+        "gateway/reencoded_tokens": float(totals["reencoded_tokens"]),
+        "gateway/untrusted_calls": float(totals["untrusted_calls"]),
+        "gateway/cpu_ms_per_call": totals["cpu_us"] / 1000 / sum(calls),
+        **{f"gateway/{name}": float(count) for name, count in sorted(totals.items()) if name.startswith("branch_")},
+    }
+
+
+def gateway_line(metrics: dict[str, float]) -> str:
+    """The same for people."""
+    if not metrics:
+        return ""
+    branches = {name.removeprefix("gateway/branch_"): count for name, count in metrics.items() if "branch_" in name}
+    reasons = ", ".join(f"{name} {count:.0f}" for name, count in branches.items()) or "none"
+    return (
+        f"gateway:      {metrics['gateway/segments']:.2f} segments a rollout, "
+        f"{metrics['gateway/trained_share']:.1%} of sampled tokens trained, "
+        f"{metrics['gateway/splice_rate']:.1%} of later calls spliced, branches: {reasons}; "
+        f"{metrics['gateway/cpu_ms_per_call']:.1f} ms of CPU a call"
+    )

@@ -1,0 +1,219 @@
+"""The stand-alone server: a model, an engine, a gateway with one session that everybody shares, until Ctrl-C."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yarl import URL
+
+from dockyard import interrupt
+from dockyard.engine import Engine
+from dockyard.engine.checks import Wanted, find_card
+from dockyard.engine.connect import connect
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.server import Server, read_key
+from dockyard.errors import DockyardError
+from dockyard.gateway.admin import Admin
+from dockyard.gateway.app import Gateway
+from dockyard.gateway.conversations import Conversations
+from dockyard.gateway.ledger import Limits
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.sessions import AnySession, Sampling
+from dockyard.gateway.wishes import WishReader
+from dockyard.serve.options import AdminOptions, ServeOptions
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = Limits(max_concurrency=1024, max_waiting=8192)
+"""Engines queue by themselves."""
+_DEFAULT_RANK = 16
+_EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is here of a model. A hosted one has no folder."""
+
+    folder: Path
+    renderer: Renderer
+
+
+def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
+    """Serve until a signal comes. What can be known to fail fails before weights are loaded."""
+    _check_address(options.host, options.port)
+    if options.admin and options.admin.port:
+        _check_address("127.0.0.1", options.admin.port)
+    if options.key is None and options.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("whoever reaches %s may use the model: `--no-auth` is on", options.host)
+    interrupt.run(keep_serving(options, find(options), announce))
+
+
+def find(options: ServeOptions) -> Model | None:
+    """The model's folder and its way of writing; None for one that only an `openai` endpoint knows."""
+    try:
+        folder = find_model(options.model.name, weights=options.engine.type == "transformers")
+        return Model(folder=folder, renderer=Renderer.load(folder, options.model.name))
+    except DockyardError as error:
+        if options.engine.type != "openai" or options.adapter:
+            raise
+        logger.warning(
+            "no tokenizer for %s here: text mode, no token ids or logprobs, nothing to train on exactly (%s)",
+            options.model.name,
+            error,
+        )
+        return None
+
+
+async def keep_serving(options: ServeOptions, model: Model | None, announce: Callable[[str], None]) -> None:
+    """Until cancelled."""
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(_opened_engine(options, model))
+        renderer = model.renderer if model and not isinstance(engine, TextEndpoint) else None
+        gateway = Gateway(engine, renderer, options.served_name)
+        stack.push_async_callback(gateway.close)
+        house = open_house(options, gateway)
+        with _listening(f"{options.host}:{options.port}", "--port 0"):
+            await gateway.start(options.host, options.port)
+        told = await stack.enter_async_context(_opened_admin(options.admin, gateway, engine, house))
+        announce(_ready(options, gateway) + told)
+        await asyncio.Event().wait()
+
+
+def open_house(options: ServeOptions, gateway: Gateway) -> Conversations:
+    """The session that all clients share."""
+
+    def open_session() -> AnySession:
+        seed = secrets.randbits(63)
+        sampling = Sampling(seed=seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+        return gateway.new_session("serve", sampling, _UNLIMITED)
+
+    house = Conversations(open_session, options.key.value if options.key else secrets.token_urlsafe(16))
+    gateway.host(house, WishReader().read, for_anybody=options.key is None)
+    return house
+
+
+@asynccontextmanager
+async def _opened_engine(options: ServeOptions, model: Model | None) -> AsyncGenerator[Engine | TextEndpoint]:
+    engine = await _open_engine(options, model)
+    try:
+        if options.adapter:
+            if isinstance(engine, TextEndpoint):
+                raise DockyardError(f"`{options.engine.url}` cannot be given an adapter", hint="leave out `--adapter`")
+            await engine.publish(options.adapter, 0)
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def _open_engine(options: ServeOptions, model: Model | None) -> Engine | TextEndpoint:
+    if model is None:
+        return await _connect_for_text(options)
+    if options.engine.type == "transformers":
+        return await _load(options, model)
+    wanted = Wanted.of(options.model.name, model.folder, _rank(options.adapter))
+    return await connect(options.engine, wanted)
+
+
+async def _connect_for_text(options: ServeOptions) -> TextEndpoint:
+    """Without a tokenizer nothing can be said in ids, whatever the endpoint returns."""
+    config = options.engine
+    assert config.url is not None
+    server = Server(config.url, api_key=read_key(config.api_key_env, os.environ), retry_s=config.retry_s)
+    try:
+        named = config.model_copy(update={"model": config.model or options.model.name})
+        card = await find_card(server, named, hint="check `--engine-url`: it is what a client takes as its base URL")
+    except BaseException:
+        await server.close()
+        raise
+    return TextEndpoint(server, str(card["id"]))
+
+
+async def _load(options: ServeOptions, model: Model) -> Engine:
+    try:
+        from dockyard.engine.transformers import TransformersEngine
+        from dockyard.engine.weights import load_model
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("dockyard"):
+            raise
+        raise DockyardError(
+            f"the embedded engine needs `{error.name}`, which is not installed",
+            hint="`pip install 'dockyard[train]'`, or `--engine vllm --engine-url ...`",
+        ) from error
+    logger.info("loading %s", options.model.name)
+    weights: Any = await asyncio.to_thread(load_model, model.folder, options.model)
+    engine = TransformersEngine(weights, options.engine)
+    wish = options.engine.context_length
+    if wish and engine.context_length < wish:
+        await engine.close()
+        raise DockyardError(
+            f"`--context-length` is {wish}, and `{options.model.name}` has {engine.context_length}",
+            hint="leave it out to take what the model has",
+        )
+    return engine
+
+
+@asynccontextmanager
+async def _opened_admin(
+    options: AdminOptions | None, gateway: Gateway, engine: Engine | TextEndpoint, house: Conversations
+) -> AsyncGenerator[str]:
+    """Words for the line that says what is served."""
+    if options is None:
+        yield ""
+        return
+    publish = None if isinstance(engine, TextEndpoint) else engine.publish
+    admin = Admin(gateway, options.token.value, publish=publish, describe=lambda: {"serve": house.stats})
+    try:
+        if options.socket:
+            with _listening(str(options.socket), "--admin-port 0"):
+                url = await admin.start_socket(options.socket)
+        else:
+            with _listening(f"127.0.0.1:{options.port}", "--admin-port 0"):
+                url = await admin.start_port(options.port or 0)
+        yield f"; admin at {url} with the token {options.token.shown}"
+    finally:
+        await admin.close()
+
+
+def _rank(adapter: Path | None) -> int:
+    return int(json.loads((adapter / "adapter_config.json").read_text())["r"]) if adapter else _DEFAULT_RANK
+
+
+def _check_address(host: str, port: int) -> None:
+    """Minutes before the model is loaded."""
+    with _listening(f"{host}:{port}", "--port 0"):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+
+
+@contextmanager
+def _listening(where: str, way_out: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        hint = (
+            f"another server has it; `{way_out}` takes a free one" if taken else "check the address, and who may use it"
+        )
+        raise DockyardError(f"cannot listen on `{where}`: {error.strerror or error}", hint=hint) from error
+
+
+def _ready(options: ServeOptions, gateway: Gateway) -> str:
+    """One line: what is where, and what to tell a client."""
+    root = URL(gateway.root_url)
+    root = root.with_host("127.0.0.1") if options.host in _EVERYWHERE else root
+    key = options.key.shown if options.key else "any"
+    base = str(root).rstrip("/")
+    return (
+        f"serving {options.served_name} at {base}/v1 (OpenAI) and {base} (Anthropic): "
+        f"OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}"
+    )
