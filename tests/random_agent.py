@@ -330,7 +330,7 @@ class Agent:
         words, last = WORDS[step.words % len(WORDS)], conversation.last_turn()
         messages = conversation.messages
         match step.action:
-            case "stranger" if self.recorded:  # it is the policy that calls, so the harness did before
+            case "stranger" if self._is_known():
                 system, opening = Message("system", "Stranger."), [Message("user", f"stranger {step.words}")]
                 return self._joined(Conversation(system, (tool("steal"),), opening, trusted=False))
             case "subagent":
@@ -371,6 +371,11 @@ class Agent:
         _go_on(messages, words)
         return conversation
 
+    def _is_known(self) -> bool:
+        """Whether the harness showed itself: once with tools, twice without. Before, others would pass for it."""
+        own = [asked for asked in self.recorded if asked.trusted]
+        return len(own) > (0 if own and own[0].prompt.tools else 1)
+
     def _joined(self, conversation: Conversation, words: str | None = None) -> Conversation:
         if words is not None:
             _go_on(conversation.messages, words)
@@ -381,7 +386,7 @@ class Agent:
         """A conversation that the policy asked for in a tool call, if it ever did."""
         calls = [call for asked in self.recorded if asked.trusted and asked.message for call in asked.message.calls]
         prompts = [call.arguments["prompt"] for call in calls if "prompt" in call.arguments]
-        if not prompts:
+        if not prompts or not self._is_known():
             _go_on(conversation.messages, "go on")
             return conversation
         system, opening = Message("system", "You help a helper."), Message("user", f"Your task: {prompts[-1]}")

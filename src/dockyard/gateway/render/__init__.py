@@ -100,7 +100,7 @@ class Renderer:
     def prompt(self, prompt: Prompt) -> IntArray:
         """The ids of a whole history, up to where the model is to speak."""
         ids = self._prompt(prompt)
-        tame = without_fragments(prompt, self._codec.is_fragment)
+        tame = without_fragments(prompt, self._codec)
         if tame is not None:
             self._compare(ids, self._prompt(tame))
         return ids
@@ -125,7 +125,7 @@ class Renderer:
         `calls` are those of the sampled turn. None if `new` cannot be rendered on its own.
         """
         ids = self._extend(prefix, calls, new, tools)
-        tame = without_fragments(Prompt(tuple(new)), self._codec.is_fragment)
+        tame = without_fragments(Prompt(tuple(new)), self._codec)
         if ids is not None and tame is not None:
             self._compare(ids, self._extend(prefix, calls, tame.messages, tools))
         return ids

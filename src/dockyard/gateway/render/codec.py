@@ -69,9 +69,11 @@ class Codec:
 
     def is_fragment(self, text: str) -> bool:
         """Could this text become a control token together with what is printed before or after it?"""
-        if text[-_LONGEST:] in self._middles or self._begun.search(text[-_LONGEST:]):
-            return True
-        return self._ended.match(text[:_LONGEST]) is not None
+        return bool(self._begun.search(text[-_LONGEST:]) or self._ended.match(text[:_LONGEST]))
+
+    def is_middle(self, name: str) -> bool:
+        """Could this name become a control token between `<` and `>`, or the like?"""
+        return name in self._middles
 
     def num_control(self, ids: IntArray) -> int:
         return int(np.isin(ids, list(self._ids)).sum())
