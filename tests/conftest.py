@@ -13,7 +13,7 @@ os.environ.pop("FORCE_COLOR", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders `agents`, `real` and `train` are markers too."""
+    """The folders `agents`, `docker`, `real` and `train` are markers too."""
     for item in items:
-        if item.path.parent.name in ("agents", "real", "train"):
+        if item.path.parent.name in ("agents", "docker", "real", "train"):
             item.add_marker(item.path.parent.name)

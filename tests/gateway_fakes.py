@@ -124,6 +124,8 @@ class FakeEngine:
 
     script: Iterable[Said | Exception | ContextOverflow] = ()
     context_length: int = 100_000
+    version: int = 0
+    down_s: float = 0.0
     hold: asyncio.Event | None = None
     """If there is one, every call waits for it."""
     requests: list[GenerateRequest] = field(default_factory=list)

@@ -106,6 +106,8 @@ class ScriptedEngine:
     script: Script
     model: str = "qwen3"
     context_length: int = 131_072
+    version: int = 0
+    down_s: float = 0.0
     hold: asyncio.Event | None = None
     """If there is one, every call waits for it."""
     drawn: list[Drawn] = field(default_factory=list)

@@ -2,34 +2,31 @@
 
 from pathlib import Path
 
+from trials import attempt_at, write_task
+
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig
 from dockyard.gateway.app import Gateway
-from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.types import Rollout, Task
+from dockyard.rollout.environments import sandbox_site
+from dockyard.rollout.phases import Phases
+from dockyard.rollout.trial import TrialRunner
+from dockyard.types import Rollout
 
 
 async def attempt(gateway: Gateway, folder: Path, wanted: str, **kwargs: object) -> Rollout:
     """A rollout with reward 1 if `hello.txt` says `wanted` in the end. `kwargs` are the agent's."""
+    limits = RolloutConfig(agent_timeout_s=120)
     runner = TrialRunner(
         gateway=gateway,
+        agents_url=gateway.root_url,
         agent=AgentConfig(name="terminus-2", max_turns=12, kwargs=kwargs),
-        environment=EnvironmentConfig(type="sandbox"),
-        limits=RolloutConfig(agent_timeout_s=120),
+        site=sandbox_site(EnvironmentConfig()),
+        limits=limits,
+        phases=Phases(limits),
         max_new_tokens=4096,
         trials_dir=folder / "trials",
     )
-    task = _write_task(folder / "task", wanted.strip())
-    return await runner.run(Attempt(name="a", task=task, group=0, index=0, seed=0, temperature=1.0))
-
-
-def _write_task(folder: Path, wanted: str) -> Task:
-    grade = f'[ "$(cat hello.txt)" = "{wanted}" ] && reward=1 || reward=0'
-    for name, text in {
-        "task.toml": 'schema_version = "1.4"\n[task]\nname = "test/task"\n',
-        "instruction.md": "Write a greeting into hello.txt.\n",
-        "environment/Dockerfile": "FROM scratch\n",
-        "tests/test.sh": f"{grade}\necho $reward > /logs/verifier/reward.txt\n",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return Task(name=folder.name, path=folder, kind="")
+    grade = f'[ "$(cat hello.txt)" = "{wanted.strip()}" ] && reward=1 || reward=0'
+    test = f"{grade}\necho $reward > /logs/verifier/reward.txt\n"
+    task = write_task(folder / "task", test)
+    (task.path / "instruction.md").write_text("Write a greeting into hello.txt.\n")
+    return await runner.run(attempt_at(task, index=0))

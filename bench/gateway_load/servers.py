@@ -90,6 +90,8 @@ class InstantEngine:
     """Implements `dockyard.engine.Engine`: says the same each time, cut into tokens as no tokenizer would."""
 
     context_length = 131_072
+    version = 0
+    down_s = 0.0
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = _cut(f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}<|im_end|>")

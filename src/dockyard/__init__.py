@@ -3,4 +3,20 @@
 Importing this package has no effects and loads no torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dockyard.collect.generator import HarborConfig, HarborRolloutGenerator
+
 __version__ = "0.1.0"
+__all__ = ["HarborConfig", "HarborRolloutGenerator", "__version__"]
+
+_WHERE = {"HarborConfig": "dockyard.collect.generator", "HarborRolloutGenerator": "dockyard.collect.generator"}
+"""Loaded when they are asked for: Harbor takes a second to import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module `dockyard` has no attribute `{name}`")
+    return getattr(import_module(_WHERE[name]), name)

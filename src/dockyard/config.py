@@ -47,18 +47,32 @@ class AgentConfig(Config):
     """The Harbor agent that attempts the tasks."""
 
     name: str = "shell"
-    """`shell` (ours, for small models), `terminus-2`, `oracle`, `nop`, or `module:Class` of a Harbor agent."""
-    max_turns: int = Field(default=8, ge=1)
-    """Model calls that `shell` and `terminus-2` may make in one rollout."""
+    """`shell` (ours, for small models), any Harbor agent (`dockyard agents` lists them), or your own `module:Class`."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Model calls that agents with such a limit may make in one rollout. None takes 8 for `shell`, else theirs."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the agent's constructor as they are."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for the agent, over those that lead it to the gateway."""
+    install: Literal["auto", "always", "never"] = "auto"
+    """`auto` uses the agent's program if the image has it, and Harbor's installer, which needs a network, if not."""
 
 
 class EnvironmentConfig(Config):
     """Where the agent's commands run."""
 
     type: str = "sandbox"
-    """`sandbox` (ours: bubblewrap, starts in milliseconds) or any Harbor environment type."""
+    """`sandbox` (ours: bubblewrap, starts in milliseconds), `docker`, or any other Harbor environment type."""
+    network: Literal["auto", "none", "gateway", "public"] = "auto"
+    """What tasks reach: nothing, the gateway alone, or the world. `auto` is as the task says; in `sandbox` nothing."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Of each environment, instead of the task's own. Not for `sandbox`."""
+    memory_mb: int | None = Field(default=None, ge=16)
+    """Of each environment, instead of the task's own; in `sandbox` of each process."""
+    storage_mb: int | None = Field(default=None, ge=16)
+    """Of each environment, instead of the task's own. Not for `docker`."""
+    seal: bool = True
+    """End whatever the agent started before it is graded. Not for tasks that ask for a running server."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as they are."""
 
@@ -98,7 +112,7 @@ class EngineConfig(Config):
 
 
 class GatewayConfig(Config):
-    """How much of the policy one rollout may use, whoever holds its key."""
+    """Where agents find the policy, and how much of it one rollout may use, whoever holds its key."""
 
     max_calls: int = Field(default=1000, ge=1)
     """Model calls; further ones are refused."""
@@ -106,21 +120,41 @@ class GatewayConfig(Config):
     """Tokens sampled in all calls together."""
     max_concurrency: int = Field(default=8, ge=1)
     """Calls sampled at the same time, as subagents make them; others wait."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Where the gateway listens. 0 takes a free port."""
+    public_url: str | None = Field(default=None, pattern=r"^https?://[^\s@]+$")
+    """Where agents on other machines (Modal, Daytona, ...) reach the gateway, e.g. a tunnel to `gateway.port`."""
+    tunnel: str | None = None
+    """A command that opens such a tunnel and prints its URL; `{port}` is the gateway's. Ended with the run."""
 
 
 class RolloutConfig(Config):
     """How rollouts are run."""
 
     concurrency: int = Field(default=8, ge=1)
-    """Rollouts running at the same time."""
+    """Rollouts under way at the same time."""
+    max_building: int | None = Field(default=None, ge=1)
+    """Of these, how many may start their environment and install their agent at once. None: all."""
+    max_running: int | None = Field(default=None, ge=1)
+    """Of these, how many agents may work at once. None: all."""
+    max_verifying: int | None = Field(default=None, ge=1)
+    """Of these, how many may be graded at once. None: all."""
+    build_timeout_s: float = Field(default=600, gt=0)
+    """Upper limit on the start of an environment, its image's build included."""
+    setup_timeout_s: float = Field(default=360, gt=0)
+    """Upper limit on the installation of the agent."""
     agent_timeout_s: float = Field(default=1800, gt=0)
-    """Upper limit on the agent's time in one rollout; the task's own limit counts too."""
-    total_timeout_s: float = Field(default=3600, gt=0)
-    """Upper limit on a whole rollout, with its environment's start and its verifier."""
+    """Upper limit on the agent's time; the task's own limit counts too. A rollout cut by it keeps its reward."""
+    verifier_timeout_s: float | None = Field(default=None, gt=0)
+    """Upper limit on one grading. None takes the task's own."""
+    total_timeout_s: float | None = Field(default=None, gt=0)
+    """Upper limit on a whole rollout but its waiting, for what the other limits miss. None: a little over their sum."""
     retries: int = Field(default=2, ge=0)
     """How often a rollout that failed through no fault of the policy is tried again."""
     max_lost_share: float = Field(default=0.5, ge=0, le=1)
     """The run stops when more than this share of a step's rollouts is lost to infrastructure."""
+    max_staleness: int = Field(default=0, ge=0, le=8)
+    """How many updates old the weights behind a rollout may be. Above 0, rollouts go on while the policy learns."""
 
 
 class GRPOConfig(Config):

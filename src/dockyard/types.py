@@ -23,6 +23,10 @@ class Task:
     """`[metadata] kind` of its task.toml; results are averaged per kind first. Empty when the task names none."""
     agent_timeout_s: float | None = None
     """`[agent] timeout_sec` of its task.toml."""
+    build_timeout_s: float = 600.0
+    """`[environment] build_timeout_sec` of its task.toml."""
+    verifier_timeout_s: float = 600.0
+    """`[verifier] timeout_sec` of its task.toml."""
 
 
 class Finish(StrEnum):

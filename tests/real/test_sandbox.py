@@ -28,11 +28,14 @@ from harbor.environments.base import SandboxBuildFailedError
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from dockyard.rollout.sandbox import ENVIRONMENT, VERIFIER
+from dockyard.rollout.faults import SandboxDiedError
+from dockyard.rollout.output import Output
+from dockyard.rollout.sandbox import ENVIRONMENT
 from dockyard.rollout.sandbox.check import check_sandbox, diagnose
-from dockyard.rollout.sandbox.client import KILLED, Output, SandboxDiedError
+from dockyard.rollout.sandbox.client import KILLED
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
+from dockyard.rollout.verifier import VERIFIER
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning"),  # Harbor's own
@@ -525,6 +528,7 @@ import asyncio, pathlib, sys
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
+from dockyard.rollout.verifier import VERIFIER
 
 async def main(marker, folder):
     environment = SandboxEnvironment(

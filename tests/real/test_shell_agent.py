@@ -3,35 +3,17 @@
 import json
 import re
 import shutil
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer
+from trials import make_rollout
 
-from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig
+from dockyard.config import AgentConfig, RolloutConfig
 from dockyard.engine import ContextOverflow
-from dockyard.errors import UsageError
-from dockyard.gateway.app import Gateway
-from dockyard.rollout.agents import check_names
-from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.types import Blame, Finish, Rollout, Task
+from dockyard.types import Blame, Finish, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
-
-
-def write_task(folder: Path, test: str, dockerfile: str = "FROM scratch\n") -> Task:
-    for name, text in {
-        "task.toml": 'schema_version = "1.4"\n[task]\nname = "test/task"\n',
-        "instruction.md": "Do it.\n",
-        "environment/Dockerfile": dockerfile,
-        "tests/test.sh": test,
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return Task(name=folder.name, path=folder, kind="k")
 
 
 class Masked:
@@ -45,29 +27,18 @@ HELLO = '[ "$(cat /app/hello.txt)" = hi ] && echo 0.5 > /logs/verifier/reward.tx
 WRITE = Said("```bash\necho hi > hello.txt\n```")
 
 
-@asynccontextmanager
-async def runner_of(
-    engine: FakeEngine, folder: Path, *, max_turns: int = 3, limits: RolloutConfig | None = None, **kwargs: object
-) -> AsyncGenerator[TrialRunner]:
-    gateway = Gateway(engine, tiny_renderer(), "policy")
-    await gateway.start()
-    yield TrialRunner(
-        gateway=gateway,
-        agent=AgentConfig(name="shell", max_turns=max_turns, kwargs=kwargs),
-        environment=EnvironmentConfig(type="sandbox"),
-        limits=limits or RolloutConfig(),
-        max_new_tokens=100,
-        trials_dir=folder / "trials",
-    )
-    await gateway.close()
-
-
 async def rollout_of(
-    engine: FakeEngine, folder: Path, test: str = HELLO, dockerfile: str = "FROM scratch\n", **runner
+    engine: FakeEngine,
+    folder: Path,
+    test: str = HELLO,
+    dockerfile: str = "FROM scratch\n",
+    *,
+    max_turns: int = 3,
+    limits: RolloutConfig | None = None,
+    **kwargs: object,
 ) -> Rollout:
-    task = write_task(folder / "task", test, dockerfile)
-    async with runner_of(engine, folder, **runner) as made:
-        return await made.run(Attempt(name="a", task=task, group=0, index=1, seed=5, temperature=1.0))
+    agent = AgentConfig(name="shell", max_turns=max_turns, kwargs=kwargs)
+    return await make_rollout(engine, folder, test, dockerfile, agent=agent, limits=limits)
 
 
 async def test_a_command_in_a_fence_is_run_and_its_output_fed_back_in_one_segment(tmp_path: Path):
@@ -155,21 +126,6 @@ async def test_the_key_of_a_rollout_is_not_in_its_files(tmp_path: Path):
         assert re.findall(r'"DOCKYARD_API_KEY": "(.*?)"', path.read_text()) == [Masked()]
 
 
-@pytest.mark.parametrize(
-    ("agent", "environment", "message", "hint"),
-    [
-        ("shel", "sandbox", "`agent.name` is `shel`, which is no agent", "did you mean `shell`?"),
-        ("claude-code", "sandbox", "wires to the gateway yet", "what runs: shell"),
-        ("shell", "dockr", "`environment.type` is `dockr`, which is no environment", "did you mean `docker`?"),
-    ],
-)
-def test_a_name_that_cannot_run_is_refused(agent: str, environment: str, message: str, hint: str):
-    with pytest.raises(UsageError) as caught:
-        check_names(AgentConfig(name=agent), EnvironmentConfig(type=environment))
-    assert message in caught.value.message
-    assert hint in caught.value.hint
-
-
 @pytest.mark.filterwarnings("default")  # of litellm's many parts
 async def test_terminus_2_is_recorded_in_one_segment(tmp_path: Path):
     if shutil.which("tmux") is None:
@@ -180,18 +136,15 @@ async def test_terminus_2_is_recorded_in_one_segment(tmp_path: Path):
         return Said(json.dumps({"analysis": "a", "plan": "p", "commands": commands, "task_complete": done}))
 
     engine = FakeEngine([say("echo hi > hello.txt\n", done=False), say(done=True), say(done=True)])
-    async with runner_of(engine, tmp_path, max_turns=5) as runner:
-        runner = replace(runner, agent=AgentConfig(name="terminus-2", max_turns=5))
-        task = write_task(tmp_path / "task", HELLO)
-        rollout = await runner.run(Attempt(name="a", task=task, group=0, index=0, seed=0, temperature=1.0))
+    rollout = await make_rollout(engine, tmp_path, HELLO, agent=AgentConfig(name="terminus-2", max_turns=5))
     assert (rollout.reward, rollout.failure) == (0.5, None)
     assert len(rollout.segments) == 1
     assert len(engine.requests) == 3
 
 
-def test_an_agent_class_that_cannot_be_imported_is_refused():
-    with pytest.raises(UsageError, match="importing `no_such_module` failed"):
-        check_names(AgentConfig(name="no_such_module:Agent"), EnvironmentConfig(type="sandbox"))
-    with pytest.raises(UsageError, match="`reply_agent` has no `Other`"):
-        check_names(AgentConfig(name="reply_agent:Other"), EnvironmentConfig(type="sandbox"))
-    check_names(AgentConfig(name="reply_agent:ReplyAgent"), EnvironmentConfig(type="sandbox"))
+async def test_both_outputs_are_shown_in_the_order_they_were_written_even_of_a_command_that_is_no_shell(tmp_path: Path):
+    mixed, broken = Said("```bash\necho 1; echo 2 >&2; echo 3\n```"), Said("```bash\necho 4\nif ; fi\n```")
+    text = tiny_renderer().transcript(await rollout_of(FakeEngine([mixed, broken]), tmp_path))
+    assert "exit code 0\n1\n2\n3<|im_end|>" in text
+    assert "exit code 2\n4\n" in text
+    assert "syntax error" in text

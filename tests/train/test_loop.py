@@ -1,8 +1,17 @@
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
-from dockyard.trainer.loop import train
-from dockyard.types import Group
+import numpy as np
+import pytest
+
+from dockyard.config import RolloutConfig, RunConfig
+from dockyard.rollout.pool import Order, Pool
+from dockyard.trainer.loop import TaskRollouts, staleness, train
+from dockyard.trainer.progress import Progress
+from dockyard.types import Group, Rollout, Segment, Task
 
 
 @dataclass
@@ -17,6 +26,7 @@ class Fake:
         return ()
 
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        await asyncio.sleep(0)  # as when it learns in a thread
         self.version += 1
         self.events.append("update")
         return {}
@@ -42,3 +52,86 @@ def test_a_resumed_loop_begins_at_the_version_of_its_weights():
     asyncio.run(train(3, fake, fake, fake))
     assert fake.events[0] == "collect 2 with weights 2"
     assert fake.version == 3
+
+
+@dataclass
+class FakePool:
+    """Notes under which weights the rollouts of a step begin. They take until they are let go."""
+
+    learner: Fake
+    begun: dict[str, int] = field(default_factory=dict)
+
+    async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+        self.begun[order.phase] = self.learner.version
+        await asyncio.sleep(0.01)
+        return ()
+
+
+def rollouts_of(pool: FakePool, steps: int, max_staleness: int) -> TaskRollouts:
+    config = RunConfig(steps=steps, rollout=RolloutConfig(max_staleness=max_staleness))
+    tasks = [Task(name="t", path=Path("t"), kind="")]
+    return TaskRollouts(pool=cast(Pool, pool), tasks=tasks, config=config, progress=Progress(steps))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+async def test_rollouts_begin_early_by_as_many_updates_as_they_may_be_old_and_no_more(max_staleness: int):
+    fake = Fake()
+    pool = FakePool(fake)
+    rollouts = rollouts_of(pool, 5, max_staleness)
+    await train(5, rollouts, fake, fake)
+    await rollouts.close()
+    assert pool.begun == {f"step-{step:05}": max(0, step - max_staleness) for step in range(5)}
+
+
+async def test_rollouts_go_on_while_the_policy_learns():
+    done: list[str] = []
+
+    @dataclass
+    class Slow(Fake):
+        async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+            await asyncio.sleep(0.2)
+            done.append("update")
+            return await super().update(groups)
+
+    class Noted(FakePool):
+        async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+            groups = await super().collect(order, on_finish)
+            done.append(order.phase)
+            return groups
+
+    slow = Slow()
+    await train(2, rollouts_of(Noted(slow), 2, 1), slow, slow)
+    assert done == ["step-00000", "step-00001", "update", "update"]
+
+
+async def test_what_was_begun_early_is_stopped_when_the_run_is():
+    stopped: list[str] = []
+
+    class Endless(FakePool):
+        async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+            if order.phase == "step-00000":
+                return ()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                stopped.append(order.phase)
+                raise
+            return ()
+
+    rollouts = rollouts_of(Endless(Fake()), 3, 2)
+    await rollouts.collect(0)
+    await asyncio.sleep(0)
+    await rollouts.close()
+    assert sorted(stopped) == ["step-00001", "step-00002"]
+
+
+def test_staleness_counts_the_updates_since_each_sampled_token():
+    segment = Segment(
+        token_ids=np.arange(4, dtype=np.int32),
+        sampled=np.array([False, True, True, True]),
+        logprobs=None,
+        versions=np.array([-1, 1, 2, 3], np.int32),
+    )
+    rollout = Rollout(task="t", kind="", attempt=0, segments=(segment,), reward=1.0, failure=None)
+    assert staleness([rollout], 3) == 1.0
+    assert staleness([], 3) == 0.0

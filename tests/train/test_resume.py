@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import Process, alive, descendants
 from tiny_policy import tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -65,30 +66,18 @@ def num_recorded(run: Path) -> int:
     return sum(len(file.read_bytes().splitlines()) for file in run.glob("rollouts/*.jsonl"))
 
 
-def sandboxes() -> set[int]:
-    """Processes in a sandbox, or about to make one."""
-    found: set[int] = set()
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                line = (process / "cmdline").read_bytes()
-                inside = (process / "status").read_text().count("NSpid:\t") and b"\0-S\0-s\0-P\0" in line
-            except OSError:
-                continue
-            if b"--unshare-user" in line or inside:
-                found.add(int(process.name))
-    return found
-
-
-def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> None:
+def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
+    """Returns what it had started and what should have ended with it."""
     deadline = time.monotonic() + 120
     while num_recorded(run) < recorded:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(delay_s)
+    started = descendants(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    return started
 
 
 def adapter(run: Path) -> bytes:
@@ -104,12 +93,11 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
     rng = random.Random(seed)
     total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 2 * NUM_HELDOUT
     moments = sorted(rng.sample(range(1, total - 1), 3))
-    before = sandboxes()
     for index, recorded in enumerate(moments):
         process = start([f"--resume={killed}"] if index else [*arguments, f"--run_dir={killed}"], log)
-        kill_after(process, killed, recorded, delay_s=rng.uniform(0, 0.2))
+        orphans = kill_after(process, killed, recorded, delay_s=rng.uniform(0, 0.2))
         time.sleep(0.5)
-        assert sandboxes() <= before, f"seed {seed}: sandboxes were left behind"
+        assert not alive(orphans), f"seed {seed}: sandboxes were left behind"
     assert start([f"--resume={killed}"], log).wait() == 0, f"seed {seed}: {log.read_text()}"
 
     assert num_recorded(killed) == total  # nothing lost, nothing twice

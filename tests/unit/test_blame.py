@@ -3,10 +3,14 @@ from typing import Any
 import pytest
 
 from dockyard.gateway.ledger import Recording
-from dockyard.rollout.blame import CAUSES, failure_of
+from dockyard.rollout.blame import CAUSES, Guilt, failure_of, is_worth_retrying
 from dockyard.types import Blame
 
-NEVER_THE_POLICY = {"cancelled", "host_error", "environment_build", "environment_timeout", "agent_setup_timeout"}
+NEVER_THE_POLICY = {
+    *("environment_build", "image_missing", "environment_timeout", "docker_unreachable", "host_error"),
+    *("agent_missing", "agent_setup_timeout", "setup_error", "cancelled"),
+    *("engine_failed", "engine_down", "wrong_model", "context_too_small"),
+}
 
 
 def blame(exception: str, *, calls: int, answered: int | None = None, **refusals: Any):
@@ -16,7 +20,18 @@ def blame(exception: str, *, calls: int, answered: int | None = None, **refusals
     return failure and (failure.cause, failure.blame)
 
 
-@pytest.mark.parametrize(("exception", "cause"), CAUSES.items())
+def test_the_policy_can_never_cause_these_and_no_others():
+    assert {cause.name for cause in CAUSES if cause.guilt is Guilt.NEVER} == NEVER_THE_POLICY
+
+
+def test_no_exception_stands_in_two_rows():
+    named = [exception for cause in CAUSES for exception in cause.exceptions]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(
+    ("exception", "cause"), [(exception, cause.name) for cause in CAUSES for exception in cause.exceptions]
+)
 def test_every_row_is_innocent_before_the_first_call_and_the_policys_after_unless_it_never_can_be(
     exception: str, cause: str
 ):
@@ -53,3 +68,21 @@ def test_a_policy_that_was_never_asked_anything_it_could_answer_is_not_to_blame(
 def test_an_agent_that_gives_up_at_a_limit_failed_by_its_policy():
     assert blame("", calls=2, limit="this session may have 2 calls") == ("model_limit", Blame.POLICY)
     assert blame("AgentTimeoutError", calls=2, limit="m") == ("agent_timeout", Blame.POLICY)
+
+
+def test_an_agent_that_ran_out_of_time_while_the_engine_was_down_is_tried_again():
+    assert blame("AgentTimeoutError", calls=2, engine_down_s=30.0) == ("engine_down", Blame.INFRASTRUCTURE)
+    assert blame("AgentTimeoutError", calls=2, engine_down_s=0.2) == ("agent_timeout", Blame.POLICY)
+    assert blame("NonZeroAgentExitCodeError", calls=2, engine_down_s=30.0) == ("agent_crash", Blame.POLICY)
+
+
+def test_only_what_may_go_better_is_tried_again():
+    def failure(exception: str, calls: int = 0, answered: int = 0, **recording: Any):
+        return failure_of(exception, "m", Recording(stats={}, calls=calls, answered=answered, **recording))
+
+    assert is_worth_retrying(failure("SandboxBuildFailedError"))
+    assert is_worth_retrying(failure("", engine_failure="it fell over"))
+    assert not is_worth_retrying(failure("AgentMissingError"))
+    assert not is_worth_retrying(failure("", calls=1, misuse="another model"))
+    assert not is_worth_retrying(failure("AgentTimeoutError", calls=1, answered=1))
+    assert not is_worth_retrying(None)

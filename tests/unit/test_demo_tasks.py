@@ -3,12 +3,11 @@ import re
 from pathlib import Path
 
 import pytest
-from gateway_fakes import FakeEngine, tiny_renderer
+from gateway_fakes import FakeEngine
+from trials import attempt_at, trial_runner
 
-from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig
+from dockyard.config import AgentConfig
 from dockyard.errors import DockyardError
-from dockyard.gateway.app import Gateway
-from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.tasks import load_tasks, tasks_of_step
 from dockyard.tasks.demo import KINDS, write_demo_tasks
 from dockyard.types import Task
@@ -22,19 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def rewards(tasks: list[Task], agent: str, folder: Path) -> list[float | None]:
-    gateway = Gateway(FakeEngine(), tiny_renderer(), "policy")
-    await gateway.start()
-    runner = TrialRunner(
-        gateway=gateway,
-        agent=AgentConfig(name=agent),
-        environment=EnvironmentConfig(type="sandbox"),
-        limits=RolloutConfig(),
-        max_new_tokens=1,
-        trials_dir=folder,
-    )
-    attempts = [Attempt(name=task.name, task=task, group=0, index=0, seed=0, temperature=1.0) for task in tasks]
-    rollouts = await asyncio.gather(*(runner.run(attempt) for attempt in attempts))
-    await gateway.close()
+    async with trial_runner(FakeEngine(), folder, AgentConfig(name=agent)) as runner:
+        rollouts = await asyncio.gather(*(runner.run(attempt_at(task, task.name)) for task in tasks))
     return [rollout.reward for rollout in rollouts]
 
 

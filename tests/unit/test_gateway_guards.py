@@ -95,7 +95,7 @@ async def test_calls_at_the_same_time_share_the_tokens_that_are_left():
     session = open_session(engine := FakeEngine(hold=asyncio.Event()), max_sampled_tokens=60)
     tasks = [session.submit(Prompt((SYSTEM, Message("user", str(n)))), None) for n in range(4)]
     await until(lambda: sum(task.done() for task in tasks) == 2)
-    assert [request.max_new_tokens for request in engine.requests] == [50, 10]
+    assert sorted(request.max_new_tokens for request in engine.requests) == [10, 50]  # rendered in threads
     assert engine.hold is not None
     engine.hold.set()
     done = await asyncio.gather(*tasks, return_exceptions=True)

@@ -27,6 +27,7 @@ ORDER = (
     "engine",
     "gateway",
     "rollout",
+    "collect",
     "rl",
     "trainer",
     "backends",
@@ -38,7 +39,14 @@ ORDER = (
 )
 TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
 TORCH_ALLOWED = ("engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
-WITHOUT_TORCH = ("dockyard", "dockyard.cli", "dockyard.doctor", "dockyard.gateway", "dockyard.rollout")
+WITHOUT_TORCH = (
+    "dockyard",
+    "dockyard.cli",
+    "dockyard.collect",
+    "dockyard.doctor",
+    "dockyard.gateway",
+    "dockyard.rollout",
+)
 
 
 @dataclass(frozen=True, slots=True)

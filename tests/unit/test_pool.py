@@ -1,7 +1,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ ORDER = Order(phase="step-00000", tasks=TASKS, group_size=2, temperature=1.0, se
 
 
 def rollout_of(attempt: Attempt, reward: float | None, blame: Blame | None = None) -> Rollout:
-    failure = Failure(cause="broken", blame=blame, message="it broke") if blame else None
+    failure = Failure(cause="environment_died", blame=blame, message="it broke") if blame else None
     return Rollout(task=attempt.task.name, kind="", attempt=attempt.index, segments=(), reward=reward, failure=failure)
 
 
@@ -106,7 +106,7 @@ async def test_a_step_that_loses_too_much_stops_the_run_and_would_be_tried_again
     def mostly_lost(attempt: Attempt, _tries: int) -> Rollout:
         return rollout_of(attempt, None, Blame.INFRASTRUCTURE) if attempt.group else rollout_of(attempt, 1.0)
 
-    with pytest.raises(DockyardError, match=r"4 of 6 rollouts of step-00000 were lost .*broken 4x.*it broke"):
+    with pytest.raises(DockyardError, match=r"4 of 6 rollouts of step-00000 were lost .*environment_died 4x.*it broke"):
         await pool_of(run, FakeRunner(mostly_lost), retries=0, max_lost_share=0.5).collect(ORDER, lambda _: None)
     runner = FakeRunner(good)
     await pool_of(run, runner).collect(ORDER, lambda _: None)
@@ -149,3 +149,23 @@ async def test_what_is_finished_when_the_run_is_stopped_is_recorded(run: RunDir)
         await collecting
     await asyncio.get_running_loop().shutdown_default_executor()
     assert len(run.read_rollouts("step-00000")) == 6
+
+
+async def test_orders_at_the_same_time_share_the_slots(run: RunDir):
+    runner = FakeRunner(good)
+    pool = pool_of(run, runner, concurrency=3)
+    second = Order(phase="step-00001", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="s")
+    await asyncio.gather(pool.collect(ORDER, lambda _: None), pool.collect(second, lambda _: None))
+    assert runner.most_running == 3
+    assert [name.startswith("step-00000") for name in runner.made] == [True] * 6 + [False] * 6
+
+
+async def test_what_cannot_go_better_is_not_tried_again(run: RunDir):
+    def missing(attempt: Attempt, _tries: int) -> Rollout:
+        failure = Failure(cause="agent_missing", blame=Blame.INFRASTRUCTURE, message="no `qwen`")
+        return replace(rollout_of(attempt, None), failure=failure)
+
+    runner = FakeRunner(missing)
+    with pytest.raises(DockyardError, match="agent_missing 6x"):
+        await pool_of(run, runner, retries=5).collect(ORDER, lambda _: None)
+    assert len(runner.made) == 6

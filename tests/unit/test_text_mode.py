@@ -44,6 +44,7 @@ class FakeSource:
     """Gives its answers one by one, then `done` for ever."""
 
     answers: list[Json | Exception] = field(default_factory=list)
+    down_s: float = 0.0
     hold: asyncio.Event | None = None
     bodies: list[Json] = field(default_factory=list)
 

@@ -18,6 +18,8 @@ class GenerateRequest:
     stop_ids: frozenset[int]
     seed: int
     """Of this request's own random stream."""
+    version: int | None = None
+    """Weights to sample from, if the engine still has them. None, or gone: the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,16 @@ class Engine(Protocol):
 
     @property
     def context_length(self) -> int: ...
+
+    @property
+    def version(self) -> int:
+        """Of the weights published last."""
+        ...
+
+    @property
+    def down_s(self) -> float:
+        """For how many seconds in all it has been out of reach so far."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow: ...
 

@@ -30,13 +30,15 @@ class Wanted:
     text: str
     token_ids: Sequence[int]
     """Of `text`, by the run's own tokenizer."""
+    num_versions: int = 1
+    """Weights that are sampled from at the same time."""
 
     @classmethod
-    def of(cls, model: str, model_dir: Path, lora_rank: int) -> Self:
+    def of(cls, model: str, model_dir: Path, lora_rank: int, num_versions: int = 1) -> Self:
         """For the model in this folder."""
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         token_ids = tokenizer.encode(_TEXT, add_special_tokens=False).ids
-        return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids)
+        return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids, num_versions=num_versions)
 
 
 async def find_card(server: Server, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:

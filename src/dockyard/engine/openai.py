@@ -21,6 +21,10 @@ class TextEndpoint:
         self._server = server
         self._model = model
 
+    @property
+    def down_s(self) -> float:
+        return self._server.down_s
+
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """Pass a chat-completions body on under the endpoint's own model name."""
         path = "/v1/chat/completions"

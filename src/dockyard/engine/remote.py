@@ -124,13 +124,15 @@ class _Adapter:
 class RemoteEngine:
     """Implements `Engine` over a server that was checked (`checks.py`)."""
 
-    def __init__(self, server: Server, wire: Wire, served: Served) -> None:
+    def __init__(self, server: Server, wire: Wire, served: Served, *, num_versions: int = 1) -> None:
+        """So many versions stay loaded, for rollouts that began with them."""
         self._server = server
+        self._num_versions = num_versions
         self._wire = wire
         self._served = served
         self._nonce = secrets.token_hex(4)
-        self._adapter = _Adapter(version=0)
-        self._retired: list[_Adapter] = []
+        self._adapters = [_Adapter(version=0)]
+        """The newest last."""
         self._reloading = asyncio.Lock()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -138,12 +140,20 @@ class RemoteEngine:
     def context_length(self) -> int:
         return self._served.context_length
 
+    @property
+    def version(self) -> int:
+        return self._adapters[-1].version
+
+    @property
+    def down_s(self) -> float:
+        return self._server.down_s
+
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
         room = self.context_length - len(request.prompt_ids)
         if room < 1:
             return ContextOverflow(prompt_tokens=len(request.prompt_ids), context_length=self.context_length)
         request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
-        adapter = self._adapter
+        adapter = self._of_version(request.version)
         with adapter.used():
             draw = await self._sample(request, adapter)
         return generation_of(draw, request, adapter.version)
@@ -151,15 +161,17 @@ class RemoteEngine:
     async def publish(self, adapter_dir: Path, version: int) -> None:
         adapter = _Adapter.read(adapter_dir, version, self._nonce)
         await self._load(adapter)
-        self._retired.append(self._adapter)
-        self._adapter = adapter
-        await self._unload_unused()
+        self._adapters.append(adapter)
+        await self._unload(self._num_versions)
 
     async def close(self) -> None:
         await asyncio.gather(*self._aborts)
-        self._retired.append(self._adapter)
-        await self._unload_unused()
+        await self._unload(0)
         await self._server.close()
+
+    def _of_version(self, version: int | None) -> _Adapter:
+        newest = self._adapters[-1]
+        return next((adapter for adapter in reversed(self._adapters) if adapter.version == version), newest)
 
     async def _sample(self, request: GenerateRequest, adapter: _Adapter) -> Draw:
         ask = Ask(request=request, model=self._served.name, adapter=adapter.name)
@@ -214,9 +226,11 @@ class RemoteEngine:
                 logger.warning("%s has forgotten version %d; loading it again", self._server.url, adapter.version)
                 await self._load(adapter)
 
-    async def _unload_unused(self) -> None:
-        unused = [adapter for adapter in self._retired if adapter.num_users == 0]
-        self._retired = [adapter for adapter in self._retired if adapter.num_users]
+    async def _unload(self, keep: int) -> None:
+        """All but the newest, and what requests under way use."""
+        old = self._adapters[: len(self._adapters) - keep]
+        unused = [adapter for adapter in old if adapter.num_users == 0]
+        self._adapters = [adapter for adapter in self._adapters if adapter not in unused]
         path = f"{self._wire.adapters_path}/unload_lora_adapter"
         for adapter in unused:
             if adapter.name is None:

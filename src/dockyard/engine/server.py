@@ -55,7 +55,8 @@ class Server:
         self._api_key = api_key
         self._retry_s = retry_s
         self._watch_s = watch_s
-        self._failing = False
+        self._failing_since: float | None = None
+        self._down_s = 0.0
         self._under_way: set[asyncio.Task[Answer]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._session = aiohttp.ClientSession(
@@ -64,6 +65,11 @@ class Server:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             trust_env=URL(self.url).host not in _LOOPBACK,  # a proxy in the environment is for the world outside
         )
+
+    @property
+    def down_s(self) -> float:
+        """For how many seconds in all it has not answered."""
+        return self._down_s + (time.monotonic() - self._failing_since if self._failing_since is not None else 0.0)
 
     async def get(self, path: str, *, patient: bool = True) -> Answer:
         """Ask; with `patient` false a server that does not answer is an error at once."""
@@ -163,14 +169,14 @@ class Server:
 
     def _note_failure(self, failure: str, retry_s: float) -> None:
         """Say it once, however many calls wait."""
-        if not self._failing:
+        if self._failing_since is None:
             logger.warning("%s does not answer, asking again for %g s: %s", self.url, retry_s, failure)
-        self._failing = True
+            self._failing_since = time.monotonic()
 
     def _note_success(self) -> None:
-        if self._failing:
+        if self._failing_since is not None:
             logger.warning("%s answers again", self.url)
-        self._failing = False
+            self._down_s, self._failing_since = self.down_s, None
 
 
 def read_key(variable: str | None, environment: Mapping[str, str]) -> str | None:

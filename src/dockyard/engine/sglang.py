@@ -22,7 +22,7 @@ async def connect_sglang(server: Server, config: EngineConfig, wanted: Wanted) -
     check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
     flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
     await check_logprobs(server, wire, served, wanted, hint=flag)
-    return RemoteEngine(server, wire, served)
+    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
 
 
 class SGLangWire:

@@ -73,7 +73,10 @@ class _Close:
 
 
 class TransformersEngine:
-    """Implements `Engine` over a causal language model of transformers, with or without a PEFT adapter."""
+    """Implements `Engine` over a causal language model of transformers, with or without a PEFT adapter.
+
+    It has one version of the weights: a request that is under way when another is published goes on with that.
+    """
 
     def __init__(self, model: Any, config: EngineConfig, version: int = 0) -> None:
         text = model.config.get_text_config()
@@ -98,6 +101,14 @@ class TransformersEngine:
     @property
     def context_length(self) -> int:
         return self._context_length
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def down_s(self) -> float:
+        return 0.0
 
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
         room = self._context_length - len(request.prompt_ids)

@@ -23,7 +23,7 @@ async def connect_vllm(server: Server, config: EngineConfig, wanted: Wanted) -> 
     check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
     flag = "start the server with `--logprobs-mode processed_logprobs`"
     await check_logprobs(server, wire, served, wanted, hint=flag)
-    return RemoteEngine(server, wire, served)
+    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
 
 
 class VLLMWire:

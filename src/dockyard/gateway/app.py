@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -91,8 +91,13 @@ class Gateway:
         """What an OpenAI client is given as its base URL."""
         return f"{self.root_url}/v1"
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one."""
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return URL(self.root_url).port or 80
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[str] = ()) -> None:
+        """Listen on this host and, with the same port, on others; port 0 takes a free one."""
         app = web.Application(client_max_size=BODY_LIMIT)
         for prefix in ("", "/s/{label}"):
             self._add_routes(app.router, prefix)
@@ -104,6 +109,8 @@ class Gateway:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         self._root = str(URL.build(scheme="http", host=host, port=self._runner.addresses[0][1]))
+        for other in also:
+            await web.TCPSite(self._runner, other, self.port).start()
 
     def open_session(
         self, label: str, *, seed: int, temperature: float, max_new_tokens: int | None, limits: Limits | None = None

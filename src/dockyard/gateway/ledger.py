@@ -62,7 +62,9 @@ class Recording:
     answered: int
     """Calls that the policy answered."""
     engine_failure: str | None = None
-    """What the engine raised, if it ever did."""
+    """What the engine raised, if no call was answered after it."""
+    engine_down_s: float = 0.0
+    """For how long the engine was out of reach in the session's time."""
     overflow: str | None = None
     """The refusal of a prompt that did not fit the context, if no call was answered after it."""
     limit: str | None = None
@@ -74,12 +76,14 @@ class Recording:
 class Ledger:
     """Keeps one session's books."""
 
-    def __init__(self, label: str, limits: Limits) -> None:
+    def __init__(self, label: str, limits: Limits, down_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`down_s` says for how long in all the engine has been out of reach."""
         self.closed = False
         self.num_answered = 0
         self._label = label
         self._limits = limits
         self._started = time.monotonic()
+        self._down_s, self._down_before_s = down_s, down_s()
         self._turns = asyncio.Semaphore(limits.max_concurrency)
         self._in_flight: set[asyncio.Task[Reply]] = set()
         self._counts: Counter[str] = Counter()
@@ -106,7 +110,8 @@ class Ledger:
     def note_answer(self, num_sampled: int) -> None:
         """A call was answered with so many tokens."""
         self._num_sampled += num_sampled
-        self.num_answered, self._overflow = self.num_answered + 1, None
+        self.num_answered += 1
+        self._overflow = self._engine_failure = None
 
     def note_misuse(self, refused: RefusedError) -> None:
         """The agent asked for something that no session serves."""
@@ -187,6 +192,7 @@ class Ledger:
             calls=self._num_calls,
             answered=self.num_answered,
             engine_failure=self._engine_failure,
+            engine_down_s=self._down_s() - self._down_before_s,
             overflow=self._overflow,
             limit=self._limit,
             misuse=self._misuse,

@@ -65,9 +65,11 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
     _forest: Forest = field(default_factory=Forest)
     _ledger: Ledger = field(init=False)
+    _version: int | None = None
+    """Of the weights that answered first: a rollout keeps them as long as the engine has them."""
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(self.label, self.limits)
+        self._ledger = Ledger(self.label, self.limits, lambda: self.engine.down_s)
 
     @property
     def num_held(self) -> int:
@@ -150,12 +152,15 @@ class Session:
         room = self.engine.context_length - len(prompt_ids)
         if room <= 0:
             raise self._overflown(len(prompt_ids), self.engine.context_length)
+        if self._version is None:
+            self._version = self.engine.version
         return GenerateRequest(
             prompt_ids=prompt_ids,
             max_new_tokens=self._ledger.max_new_tokens(number, room, self.sampling.max_new_tokens, max_tokens) or room,
             temperature=self.sampling.temperature if wishes.temperature is None else wishes.temperature,
             stop_ids=self.renderer.stop_ids,
             seed=turn_seed(self.sampling.seed, number) if wishes.seed is None else wishes.seed,
+            version=self._version,
         )
 
     async def _generate(self, request: GenerateRequest) -> Generation:

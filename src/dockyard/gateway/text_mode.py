@@ -29,6 +29,11 @@ _OVERFLOW = re.compile(r"context.?length|context.?window|prompt is too long|too 
 class TextSource(Protocol):
     """An endpoint that answers chat bodies."""
 
+    @property
+    def down_s(self) -> float:
+        """For how many seconds in all it has been out of reach so far."""
+        ...
+
     async def chat(self, body: Json) -> Json:
         """A chat-completions body's answer. Raises whatever went wrong, in words of the endpoint's own."""
         ...
@@ -49,7 +54,7 @@ class TextSession:
     """What the endpoint calls the limit on an answer's tokens."""
 
     def __post_init__(self) -> None:
-        self._ledger = Ledger(self.label, self.limits)
+        self._ledger = Ledger(self.label, self.limits, lambda: self.source.down_s)
 
     @property
     def num_held(self) -> int:

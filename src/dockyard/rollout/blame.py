@@ -1,55 +1,100 @@
-"""Whose fault a failed rollout is.
+"""Whose fault a failed rollout is: the table of causes, and how one is chosen.
 
-What happens before the agent's first model call cannot be the policy's doing, nor can a failing engine: such a
-rollout is tried again, then dropped. Anything later the policy may have caused, so it keeps its verified reward, or 0:
-a policy that learns to break its sandbox must not profit.
+What the policy cannot have caused is tried again, then dropped. What it can have caused keeps its verified reward, or
+0: a policy that learns to break its sandbox, or to hang its tests, must not profit.
 """
+
+from dataclasses import dataclass
+from enum import StrEnum
 
 from dockyard.gateway.ledger import Recording
 from dockyard.types import Blame, Failure
 
-CAUSES: dict[str, str] = {
-    "AgentTimeoutError": "agent_timeout",
-    "AgentSetupTimeoutError": "agent_setup_timeout",
-    "NonZeroAgentExitCodeError": "agent_crash",
-    "ContextLengthExceededError": "context_overflow",
-    "ContextWindowExceededError": "context_overflow",
-    "OutputLengthExceededError": "output_limit",
-    "OutputTokenExceededError": "output_limit",
-    "EnvironmentStartTimeoutError": "environment_timeout",
-    "SandboxBuildFailedError": "environment_build",
-    "SandboxDiedError": "environment_died",
-    "HealthcheckError": "environment_unhealthy",
-    "MemoryLimitExceededError": "out_of_memory",
-    "SandboxLikelyOutOfMemoryError": "out_of_memory",
-    "AddTestsDirError": "verifier_upload",
-    "DownloadVerifierDirError": "verifier_download",
-    "VerifierTimeoutError": "verifier_timeout",
-    "RewardFileNotFoundError": "reward_missing",
-    "RewardFileEmptyError": "reward_empty",
-    "VerifierOutputParseError": "reward_unreadable",
-    "CancelledError": "cancelled",
-    "OSError": "host_error",  # no space, no file descriptors, a failing disk: the sandbox has its own errors
-    "RolloutTimeoutError": "rollout_timeout",
-}
-"""Exception type, as Harbor or we name it -> cause. Any other type is `agent_error`, or `setup_error` before a call."""
 
-_NEVER_THE_POLICY = ("cancelled", "host_error", "environment_build", "environment_timeout", "agent_setup_timeout")
+class Guilt(StrEnum):
+    """When the policy is to blame."""
+
+    NEVER = "never"
+    AFTER_CALL = "after its first call"
+    """Before it, nothing that the policy did can have mattered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One row: a word for what happened, and the exception types, as Harbor or we name them, that say so."""
+
+    name: str
+    exceptions: tuple[str, ...] = ()
+    guilt: Guilt = Guilt.AFTER_CALL
+    retried: bool = True
+    """Where the policy is not to blame: whether trying again can help."""
+
+
+CAUSES = (
+    Cause(name="environment_build", exceptions=("SandboxBuildFailedError",), guilt=Guilt.NEVER),
+    Cause(name="image_missing", exceptions=("ImageMissingError",), guilt=Guilt.NEVER),
+    Cause(name="environment_timeout", exceptions=("EnvironmentStartTimeoutError",), guilt=Guilt.NEVER),
+    Cause(name="environment_unhealthy", exceptions=("HealthcheckError",)),
+    Cause(name="environment_died", exceptions=("SandboxDiedError",)),
+    Cause(name="docker_unreachable", exceptions=("DockerUnreachableError",), guilt=Guilt.NEVER),
+    Cause(name="out_of_memory", exceptions=("MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError")),
+    # No space, no file descriptors, a failing disk: environments have errors of their own.
+    Cause(name="host_error", exceptions=("OSError",), guilt=Guilt.NEVER),
+    Cause(name="agent_missing", exceptions=("AgentMissingError",), guilt=Guilt.NEVER, retried=False),
+    Cause(name="agent_setup_timeout", exceptions=("AgentSetupTimeoutError",), guilt=Guilt.NEVER),
+    Cause(name="agent_timeout", exceptions=("AgentTimeoutError",)),
+    Cause(
+        name="agent_crash",
+        exceptions=(
+            "NonZeroAgentExitCodeError",
+            "AgentAuthenticationError",
+            "ApiError",
+            "ModelNotFoundError",
+            "NetworkConnectionError",
+            "UnsupportedModelParametersError",
+        ),
+    ),
+    Cause(name="agent_error"),
+    Cause(name="setup_error", guilt=Guilt.NEVER),
+    Cause(name="context_overflow", exceptions=("ContextLengthExceededError", "ContextWindowExceededError")),
+    Cause(name="output_limit", exceptions=("OutputLengthExceededError", "OutputTokenExceededError")),
+    Cause(name="model_limit"),
+    Cause(name="seal_failed", exceptions=("SealError",)),
+    Cause(name="verifier_upload", exceptions=("AddTestsDirError",)),
+    Cause(name="verifier_download", exceptions=("DownloadVerifierDirError",)),
+    Cause(name="verifier_timeout", exceptions=("VerifierTimeoutError",)),
+    Cause(name="reward_missing", exceptions=("RewardFileNotFoundError",)),
+    Cause(name="reward_empty", exceptions=("RewardFileEmptyError",)),
+    Cause(name="reward_unreadable", exceptions=("VerifierOutputParseError",)),
+    Cause(name="rollout_timeout", exceptions=("RolloutTimeoutError",)),
+    Cause(name="engine_failed", guilt=Guilt.NEVER),
+    Cause(name="engine_down", guilt=Guilt.NEVER),
+    Cause(name="wrong_model", guilt=Guilt.NEVER, retried=False),
+    Cause(name="context_too_small", guilt=Guilt.NEVER, retried=False),
+    Cause(name="cancelled", exceptions=("CancelledError",), guilt=Guilt.NEVER),
+)
+
+BY_NAME = {cause.name: cause for cause in CAUSES}
+BY_EXCEPTION = {exception: cause for cause in CAUSES for exception in cause.exceptions}
+
+_OUT_OF_TIME = ("agent_timeout", "rollout_timeout")
+_LONG_OUTAGE_S = 1.0
 
 
 def failure_of(exception: str, message: str, recording: Recording) -> Failure | None:
     """What went wrong, None when nothing did. `exception` is the type's name, empty when none was raised."""
     if recording.engine_failure is not None:
-        return Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message=recording.engine_failure)
+        return _failure("engine_failed", recording.engine_failure, recording)
     if failure := _misconfigured(recording):
         return failure
     if not exception:
         return _unfinished(recording)
-    cause = CAUSES.get(exception) or ("agent_error" if recording.calls else "setup_error")
-    innocent = recording.calls == 0 or cause in _NEVER_THE_POLICY
-    return Failure(
-        cause=cause, blame=Blame.INFRASTRUCTURE if innocent else Blame.POLICY, message=f"{exception}: {message}"[:2000]
-    )
+    other = "agent_error" if recording.calls else "setup_error"
+    cause = BY_EXCEPTION.get(exception, BY_NAME[other]).name
+    if cause in _OUT_OF_TIME and recording.engine_down_s >= _LONG_OUTAGE_S:
+        message = f"the engine was out of reach for {recording.engine_down_s:.0f} s of it; {exception}: {message}"
+        return _failure("engine_down", message, recording)
+    return _failure(cause, f"{exception}: {message}", recording)
 
 
 def _misconfigured(recording: Recording) -> Failure | None:
@@ -58,7 +103,7 @@ def _misconfigured(recording: Recording) -> Failure | None:
         return None
     for cause, refusal in (("wrong_model", recording.misuse), ("context_too_small", recording.overflow)):
         if refusal:
-            return Failure(cause=cause, blame=Blame.INFRASTRUCTURE, message=f"the agent's first call: {refusal}")
+            return _failure(cause, f"the agent's first call: {refusal}", recording)
     return None
 
 
@@ -66,5 +111,15 @@ def _unfinished(recording: Recording) -> Failure | None:
     """An agent that gave up without an error because its calls were refused."""
     for cause, refusal in (("context_overflow", recording.overflow), ("model_limit", recording.limit)):
         if refusal:
-            return Failure(cause=cause, blame=Blame.POLICY, message=refusal)
+            return _failure(cause, refusal, recording)
     return None
+
+
+def _failure(cause: str, message: str, recording: Recording) -> Failure:
+    guilty = BY_NAME[cause].guilt is Guilt.AFTER_CALL and recording.calls > 0
+    return Failure(cause=cause, blame=Blame.POLICY if guilty else Blame.INFRASTRUCTURE, message=message[:2000])
+
+
+def is_worth_retrying(failure: Failure | None) -> bool:
+    """Whether the same attempt may go better."""
+    return failure is not None and failure.blame is Blame.INFRASTRUCTURE and BY_NAME[failure.cause].retried

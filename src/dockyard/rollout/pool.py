@@ -4,15 +4,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
 from dockyard.config import RolloutConfig
 from dockyard.errors import DockyardError
+from dockyard.rollout.blame import is_worth_retrying
 from dockyard.rollout.trial import Attempt
 from dockyard.run_dir import RunDir
-from dockyard.types import Blame, Group, Rollout, Task
+from dockyard.types import Group, Rollout, Task
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +53,30 @@ class Order:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Pool:
-    """Bounded concurrency, retries for infrastructure failures only, and a record of everything."""
+    """Bounded concurrency, retries for infrastructure failures only, and a record of everything.
+
+    Orders that are under way at the same time share the slots; the one that came first goes first.
+    """
 
     runner: Runner
     run: RunDir
     config: RolloutConfig
     transcribe: Callable[[Rollout], str]
     """The rollout as text, for people."""
+    _slots: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.config.concurrency)
 
     async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
         """The groups of this phase, recorded ones first read from disk. In the same order however they finished."""
         done = self._recorded(order)
         loop = asyncio.get_running_loop()
-        slots = asyncio.Semaphore(self.config.concurrency)
 
         async def make(attempt: Attempt) -> None:
-            async with slots:
+            async with self._slots:
                 rollout = await self._persist(attempt)
             if rollout.reward is not None:
                 # Shielded: a run that is stopped now still records what is finished.
@@ -114,7 +121,7 @@ class Pool:
         wait_s = _FIRST_WAIT_S
         for _ in range(self.config.retries):
             rollout = await self.runner.run(attempt)
-            if rollout.failure is None or rollout.failure.blame is Blame.POLICY:
+            if rollout.failure is None or not is_worth_retrying(rollout.failure):
                 return rollout
             logger.warning("%s: %s, trying again", attempt.name, rollout.failure.message)
             await asyncio.sleep(wait_s)

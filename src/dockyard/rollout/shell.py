@@ -16,7 +16,9 @@ from dockyard import __version__
 API_KEY_VARIABLE = "DOCKYARD_API_KEY"  # named so that Harbor keeps its value out of the trial's files
 SYSTEM_PROMPT = "You are a shell agent. Reply with one bash command in a ```bash code block and nothing else."
 _FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
+MAX_TURNS = 8
 _MAX_OUTPUT = 4000
+_MERGED = "exec 2>&1\n"  # both outputs in order, in every environment; on a line of its own, whatever follows
 _NO_MORE_CALLS = ("context_length_exceeded", "call_limit_reached")
 
 
@@ -27,7 +29,7 @@ class ShellAgent(BaseAgent):
         self,
         *args: Any,
         gateway_url: str,
-        max_turns: int,
+        max_turns: int = MAX_TURNS,
         system_prompt: str = SYSTEM_PROMPT,
         examples: list[list[str]] | None = None,
         command_timeout_s: int = 30,
@@ -66,7 +68,7 @@ class ShellAgent(BaseAgent):
                 command = _FENCED.search(reply or "")
                 if reply is None or command is None:
                     return
-                result = await environment.exec(command[1], timeout_sec=self._command_timeout_s)
+                result = await environment.exec(f"{_MERGED}{command[1]}", timeout_sec=self._command_timeout_s)
                 output = f"{result.stdout or ''}{result.stderr or ''}"[-_MAX_OUTPUT:]
                 shown = f"exit code {result.return_code}\n{output}".strip()
                 self._history += [_message("assistant", reply), _message("user", shown)]

@@ -5,19 +5,30 @@
 import asyncio
 import math
 import shutil
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harbor import Trial, TrialConfig, TrialResult, TrialTaskConfig
+from harbor import Trial, TrialConfig, TrialEvent, TrialHookEvent, TrialTaskConfig, TrialVerifierConfig
 
-from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, RolloutConfig
+from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
 from dockyard.gateway.app import Gateway
 from dockyard.gateway.ledger import Limits, Recording
-from dockyard.gateway.text_mode import exchange_json
-from dockyard.rollout.agents import Endpoint, agent_config, environment_config, verifier_config
-from dockyard.rollout.blame import failure_of
-from dockyard.types import Blame, Rollout, Task
+from dockyard.gateway.sessions import AnySession
+from dockyard.rollout.agents import Endpoint, agent_config
+from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
+from dockyard.rollout.phases import Passage, Phase, Phases
+from dockyard.rollout.site import Site
+from dockyard.rollout.verifier import VERIFIER
+from dockyard.types import Rollout, Task
+
+_SLACK_S = 60.0
+"""For what happens between the phases: copying files in and out, taking the environment down."""
+_CUT_IN = {
+    Phase.BUILDING: "EnvironmentStartTimeoutError",
+    Phase.RUNNING: "RolloutTimeoutError",
+    Phase.VERIFYING: "VerifierTimeoutError",
+}
+"""What it means that the whole rollout's time is up, by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,110 +44,143 @@ class Attempt:
     seed: int
     temperature: float
 
+    @property
+    def place(self) -> Place:
+        return Place(task=self.task.name, kind=self.task.kind, attempt=self.index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRunner:
     """What all rollouts of a run have in common."""
 
     gateway: Gateway
+    agents_url: str
+    """The gateway's root as this run's agents reach it."""
     agent: AgentConfig
-    environment: EnvironmentConfig
+    site: Site
     limits: RolloutConfig
+    phases: Phases
     max_new_tokens: int
     trials_dir: Path
+    seal: bool = True
     policy_use: GatewayConfig = field(default_factory=GatewayConfig)
 
     async def run(self, attempt: Attempt) -> Rollout:
         """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
-        session = self.gateway.open_session(
+        books = _Books(self.gateway, self.open_session(attempt))
+        try:
+            outcome = await self._outcome(attempt, books)
+        finally:
+            recording = books.close()
+        return rollout_of(attempt.place, outcome, recording)
+
+    def open_session(self, attempt: Attempt) -> AnySession:
+        """The attempt's own access to the policy."""
+        return self.gateway.open_session(
             attempt.name,
             seed=attempt.seed,
             temperature=attempt.temperature,
             max_new_tokens=self.max_new_tokens,
-            limits=self._model_limits(),
+            limits=Limits(
+                max_calls=self.policy_use.max_calls,
+                max_sampled_tokens=self.policy_use.max_sampled_tokens,
+                max_concurrency=self.policy_use.max_concurrency,
+            ),
         )
-        try:
-            outcome = await self._outcome(attempt, Endpoint(url=self.gateway.url, key=session.key))
-        finally:
-            recording = self.gateway.close_session(session)
-        return _rollout(attempt, outcome, recording)
 
-    async def _outcome(self, attempt: Attempt, endpoint: Endpoint) -> "_Outcome":
+    async def _outcome(self, attempt: Attempt, books: "_Books") -> Outcome:
         shutil.rmtree(self.trials_dir / attempt.name, ignore_errors=True)  # of an earlier try
-        config = TrialConfig(
-            task=TrialTaskConfig(path=attempt.task.path),
+        limit_s = self.total_timeout_s(attempt.task)
+        with self.phases.passage() as passage:
+            try:
+                async with asyncio.timeout(limit_s) as deadline:
+                    trial = await Trial.create(self.trial_config(attempt, books.session.key))
+                    _attach(trial, passage, deadline, books)
+                    outcome = outcome_of(await trial.run())
+                    return replace(outcome, seconds=outcome.seconds | {"waiting": passage.waited_s})
+            except TimeoutError:
+                phase = passage.phase or Phase.BUILDING
+                message = f"not done after {limit_s:g} s (`rollout.total_timeout_s`), cut while {phase}"
+                return Outcome(exception=_CUT_IN[phase], message=message)
+            except Exception as error:  # a bad trial is data, whatever Harbor and the environment raise
+                return Outcome(exception=type(error).__name__, message=str(error))
+
+    def trial_config(self, attempt: Attempt, key: str) -> TrialConfig:
+        """Harbor's settings for this attempt, whose agent has this key."""
+        task, limits = attempt.task, self.limits
+        # Harbor's own upper limit does not bind a task that has none.
+        agent_timeout_s = min(limits.agent_timeout_s, task.agent_timeout_s or math.inf)
+        verifier_timeout_s = self._verifier_timeout_s(task)
+        return TrialConfig(
+            task=TrialTaskConfig(path=task.path),
             trial_name=attempt.name,
             trials_dir=self.trials_dir,
-            agent=agent_config(self.agent, endpoint, self._agent_timeout_s(attempt.task)),
-            environment=environment_config(self.environment),
-            verifier=verifier_config(self.environment),
-        )
-        try:
-            async with asyncio.timeout(self.limits.total_timeout_s):
-                return _read(await (await Trial.create(config)).run())
-        except TimeoutError:
-            message = f"not done after {self.limits.total_timeout_s:g} s (`rollout.total_timeout_s`)"
-            return _Outcome(exception="RolloutTimeoutError", message=message)
-        except Exception as error:  # a bad trial is data, whatever Harbor and the environment raise
-            return _Outcome(exception=type(error).__name__, message=str(error))
-
-    def _model_limits(self) -> Limits:
-        return Limits(
-            max_calls=self.policy_use.max_calls,
-            max_sampled_tokens=self.policy_use.max_sampled_tokens,
-            max_seconds=self.limits.total_timeout_s,
-            max_concurrency=self.policy_use.max_concurrency,
+            agent=agent_config(
+                self.agent,
+                Endpoint(root_url=self.agents_url, key=key),
+                timeout_s=agent_timeout_s,
+                setup_timeout_s=limits.setup_timeout_s,
+            ),
+            environment=self.site.environment,
+            environment_build_timeout_multiplier=min(1.0, limits.build_timeout_s / task.build_timeout_s),
+            verifier=TrialVerifierConfig(
+                import_path=VERIFIER,
+                kwargs={"timeout_s": verifier_timeout_s, "seal": self.seal},
+                override_timeout_sec=2 * verifier_timeout_s + _SLACK_S,  # it may grade twice
+            ),
         )
 
-    def _agent_timeout_s(self, task: Task) -> float:
-        # Harbor's own upper limit does not bind a task that has none.
-        return min(self.limits.agent_timeout_s, task.agent_timeout_s or math.inf)
+    def _verifier_timeout_s(self, task: Task) -> float:
+        return self.limits.verifier_timeout_s or task.verifier_timeout_s
+
+    def total_timeout_s(self, task: Task) -> float:
+        """For a whole rollout, from first to last."""
+        limits = self.limits
+        phases = limits.build_timeout_s, limits.setup_timeout_s, limits.agent_timeout_s
+        return limits.total_timeout_s or sum(phases) + 2 * self._verifier_timeout_s(task) + 3 * _SLACK_S
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    reward: float | None = None
-    exception: str = ""
-    message: str = ""
-    seconds: dict[str, float] | None = None
+@dataclass(slots=True)
+class _Books:
+    """A session that is closed once, when its agent's time is over: what still runs then gets no more answers."""
+
+    gateway: Gateway
+    session: AnySession
+    _recording: Recording | None = None
+
+    def close(self) -> Recording:
+        if self._recording is None:
+            self._recording = self.gateway.close_session(self.session)
+        return self._recording
 
 
-def _read(result: TrialResult) -> _Outcome:
-    rewards = (result.verifier_result.rewards if result.verifier_result else None) or {}
-    reward = rewards.get("reward", next(iter(rewards.values()), None))
-    phases = {
-        "environment": result.environment_setup,
-        "agent": result.agent_execution,
-        "verifier": result.verifier,
-    }
-    seconds = {name: _seconds(phase.started_at, phase.finished_at) for name, phase in phases.items() if phase}
-    seconds["total"] = _seconds(result.started_at, result.finished_at)
-    return _Outcome(
-        reward=None if reward is None else float(reward),
-        exception=result.exception_info.exception_type if result.exception_info else "",
-        message=result.exception_info.exception_message if result.exception_info else "",
-        seconds=seconds,
-    )
+def _attach(trial: Trial, passage: Passage, deadline: asyncio.Timeout, books: _Books) -> None:
+    """Take the trial through the phases as Harbor announces them. Waiting for a phase costs no time of the trial's."""
 
+    async def enter(phase: Phase) -> None:
+        when = deadline.when()
+        deadline.reschedule(None)
+        waited_s = await passage.enter(phase)
+        deadline.reschedule(when + waited_s if when is not None else None)
 
-def _seconds(start: datetime | None, end: datetime | None) -> float:
-    return (end - start).total_seconds() if start and end else 0.0
+    async def build(_: TrialHookEvent) -> None:
+        await enter(Phase.BUILDING)
 
+    async def work(_: TrialHookEvent) -> None:
+        await enter(Phase.RUNNING)
 
-def _rollout(attempt: Attempt, outcome: _Outcome, recording: Recording) -> Rollout:
-    failure = failure_of(outcome.exception, outcome.message, recording)
-    reward = outcome.reward if outcome.reward is not None and math.isfinite(outcome.reward) else 0.0
-    if failure is not None and failure.blame is Blame.INFRASTRUCTURE:
-        reward = None
-    return Rollout(
-        task=attempt.task.name,
-        kind=attempt.task.kind,
-        attempt=attempt.index,
-        segments=recording.segments,
-        reward=reward,
-        failure=failure,
-        seconds=outcome.seconds or {},
-        stats=recording.stats,
-        untrusted=recording.untrusted,
-        exchanges=tuple(map(exchange_json, recording.exchanges)),
-    )
+    async def rest(_: TrialHookEvent) -> None:
+        passage.leave()
+        if not trial.task.has_steps:
+            books.close()
+
+    async def verify(_: TrialHookEvent) -> None:
+        await enter(Phase.VERIFYING)
+
+    for event, hook in (
+        (TrialEvent.ENVIRONMENT_START, build),
+        (TrialEvent.AGENT_START, work),
+        (TrialEvent.AGENT_END, rest),
+        (TrialEvent.VERIFICATION_START, verify),
+    ):
+        trial.add_hook(event, hook)

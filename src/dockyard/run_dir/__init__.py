@@ -1,7 +1,7 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
-config.toml  versions.json  metrics.jsonl  summary.json  reward.png  run.lock
-rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl
+config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  run.lock
+rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
 """
 
@@ -34,21 +34,40 @@ from dockyard.run_dir.durable import (
     write_atomically,
 )
 from dockyard.run_dir.lock import take_lock
+from dockyard.run_dir.purpose import Purpose, load_purpose
 from dockyard.run_dir.records import RecordedRollout, from_line, step_of, step_phase, to_line
+from dockyard.run_dir.resumable import RESUMABLE, refuse_fixed
 from dockyard.run_dir.versions import versions
-from dockyard.settings import anchored, changed_keys, load_run_config
+from dockyard.settings import anchored, load_run_config
 from dockyard.settings.text import to_toml
 from dockyard.types import Rollout
 
-__all__ = ["EVAL_AFTER", "EVAL_BEFORE", "Checkpoint", "RecordedRollout", "RunDir", "resumed_config", "step_phase"]
+__all__ = [
+    "EVAL",
+    "EVAL_AFTER",
+    "EVAL_BEFORE",
+    "RESUMABLE",
+    "ROLLOUTS",
+    "Checkpoint",
+    "Purpose",
+    "RecordedRollout",
+    "RunDir",
+    "read_purpose",
+    "resumed_config",
+    "step_phase",
+]
 
 logger = logging.getLogger(__name__)
 
 EVAL_BEFORE, EVAL_AFTER = "eval-before", "eval-after"
+ROLLOUTS, EVAL = "rollouts", "eval"
+"""The one phase of a run that only makes rollouts, and of an evaluation."""
+_PHASES = (EVAL_BEFORE, EVAL_AFTER, ROLLOUTS, EVAL)  # besides the steps
 
-_LOCK, _CONFIG, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
+_LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
     "run.lock",
     "config.toml",
+    "purpose.json",
     "versions.json",
     "metrics.jsonl",
     "summary.json",
@@ -58,28 +77,7 @@ _LOCK, _CONFIG, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_OURS = (*_FOLDERS, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _CONFIG)
-
-# What may differ when a run is resumed: nothing that recorded rollouts and updates were made with.
-RESUMABLE = frozenset(
-    {
-        "run_dir",
-        "steps",
-        "model.device",
-        "engine.max_batch",
-        "engine.url",
-        "engine.model",
-        "engine.api_key_env",
-        "engine.retry_s",
-        "rollout.concurrency",
-        "rollout.agent_timeout_s",
-        "rollout.total_timeout_s",
-        "rollout.retries",
-        "rollout.max_lost_share",
-        "trainer.micro_batch_tokens",
-        "trainer.save_every",
-    }
-)
+_OURS = (*_FOLDERS, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +101,14 @@ class RunDir:
             remove_drafts(folder)
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False) -> Self:
-        """Begin a run. A run that is already there is removed only when `overwrite` says so."""
+    def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False, purpose: Purpose | None = None) -> Self:
+        """Begin a run, by default to train. One that is already there is removed only when `overwrite` says so."""
         settings = to_toml(anchored(config)).encode()
         with disk_errors(path):
             lock = _take_fresh(path, overwrite=overwrite)
         try:
             with disk_errors(path):
+                write_atomically(path / _PURPOSE, (purpose or Purpose(verb="train")).model_dump_json().encode())
                 write_atomically(path / _CONFIG, settings)
                 run = cls(path, config, lock)
                 write_atomically(run.path / _VERSIONS, to_json(versions(), indent=2))
@@ -176,10 +175,10 @@ class RunDir:
             save(folder)
         return folder
 
-    def keep_adapters(self, version: int) -> None:
-        """Remove the published adapters of all other versions; checkpoints have their own."""
+    def keep_adapters(self, oldest: int) -> None:
+        """Remove the published adapters of older versions; checkpoints have their own."""
         for folder in (self.path / _ADAPTERS).iterdir():
-            if folder != self.adapter_dir(version):
+            if folder.name < self.adapter_dir(max(oldest, 0)).name:
                 shutil.rmtree(folder)
 
     def write_rollout(self, phase: str, rollout: Rollout, *, group: int = 0, transcript: str = "") -> None:
@@ -187,11 +186,11 @@ class RunDir:
         recorded = RecordedRollout(phase=phase, group=group, rollout=rollout, transcript=transcript)
         line = to_line(recorded)
         with self._writing:
-            append_line(self._rollouts_file(phase), line)
+            append_line(self.rollouts_file(phase), line)
 
     def read_rollouts(self, phase: str) -> list[RecordedRollout]:
         """The rollouts of a phase as recorded. Of an attempt that was recorded twice, the later counts."""
-        file = self._rollouts_file(phase)
+        file = self.rollouts_file(phase)
         found: dict[tuple[int, str, int], RecordedRollout] = {}
         for number, line in enumerate(read_lines(file), start=1):
             try:
@@ -243,9 +242,10 @@ class RunDir:
         file = self.path / _SUMMARY
         return json.loads(file.read_bytes()) if file.exists() else None
 
-    def _rollouts_file(self, phase: str) -> Path:
+    def rollouts_file(self, phase: str) -> Path:
+        """Where the rollouts of a phase are recorded, one JSON object a line."""
         step = step_of(phase)
-        known = (EVAL_BEFORE, EVAL_AFTER) if step is None else (step_phase(step),)
+        known = _PHASES if step is None else (step_phase(step),)
         if phase not in known:
             raise ValueError(f"`{phase}` is not a phase of a run")
         return self.path / _ROLLOUTS / f"{phase}.jsonl"
@@ -256,7 +256,7 @@ class RunDir:
         if made and made.step > steps:
             raise UsageError(f"`steps` is {steps}, but this run has made {made.step}", hint=f"`--steps {made.step}`")
         if steps != before:
-            self._rollouts_file(EVAL_AFTER).unlink(missing_ok=True)
+            self.rollouts_file(EVAL_AFTER).unlink(missing_ok=True)
 
     def _warn_of_other_versions(self) -> None:
         file = self.path / _VERSIONS
@@ -300,6 +300,11 @@ def _delete_run(path: Path) -> None:
             inside.unlink(missing_ok=True)
 
 
+def read_purpose(path: Path) -> Purpose | None:
+    """What the run in this folder was begun for; None if there is none."""
+    return load_purpose(path / _PURPOSE) if (path / _CONFIG).is_file() else None
+
+
 def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     """The settings a resumed run would have."""
     if not (path / _CONFIG).is_file():
@@ -307,11 +312,5 @@ def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     here = [f"--run_dir={path}"]  # the folder may have been moved
     old = load_run_config(path / _CONFIG, here)
     new = load_run_config(path / _CONFIG, [*overrides, *here])
-    # A learning rate that falls over the run's steps would have been another one in the updates to be replayed.
-    changeable = RESUMABLE - {"steps"} if old.trainer.schedule == "linear" else RESUMABLE
-    fixed = [key for key in changed_keys(old, new) if key not in changeable]
-    if fixed:
-        names = ", ".join(f"`{key}`" for key in fixed)
-        others = ", ".join(f"`{key}`" for key in sorted(changeable - {"run_dir"}))
-        raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {others}")
+    refuse_fixed(old, new)
     return new

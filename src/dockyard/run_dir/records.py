@@ -19,7 +19,7 @@ class RecordedRollout:
     """A finished rollout and its place in the run."""
 
     phase: str
-    """`step-00003`, `eval-before` or `eval-after`."""
+    """`step-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
     group: int
     """Which of the phase's groups it belongs to, from 0."""
     rollout: Rollout
@@ -28,7 +28,7 @@ class RecordedRollout:
 
     @property
     def step(self) -> int | None:
-        """The training step, None for an evaluation."""
+        """The training step, None outside of training."""
         return step_of(self.phase)
 
 
@@ -38,7 +38,7 @@ def step_phase(step: int) -> str:
 
 
 def step_of(phase: str) -> int | None:
-    """The training step of a phase, None for an evaluation."""
+    """The training step of a phase, None outside of training."""
     name, _, number = phase.partition("-")
     return int(number) if name == "step" else None
 

@@ -135,6 +135,8 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
             ("eval.samples", "sampling.eval_temperature"),
         ),
         f"`agent.name` is `{agent}`": (agent in ("oracle", "nop") or ":" in agent, ("agent.max_turns",)),
+        "`environment.type` is `sandbox`": (config.environment.type == "sandbox", ("environment.cpus",)),
+        "`environment.type` is `docker`": (config.environment.type == "docker", ("environment.storage_mb",)),
         "`engine.deterministic` is true": (
             engine.type == "transformers" and engine.deterministic,
             ("engine.max_batch", "engine.prefix_cache_mb"),

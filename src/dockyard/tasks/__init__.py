@@ -8,6 +8,7 @@ from typing import Any
 from dockyard.errors import DockyardError
 from dockyard.types import Task
 
+_HARBORS_TIMEOUT_S = 600.0  # of builds and verifiers, where a task names none
 _NEEDED = ("task.toml", "instruction.md", "tests/test.sh")
 
 
@@ -33,9 +34,14 @@ def _read(path: Path) -> Task:
         raise DockyardError(
             f"`{path / 'task.toml'}` is not valid TOML: {error}", hint="mend it, then try again"
         ) from None
-    kind = settings.get("metadata", {}).get("kind", "")
-    timeout_s = settings.get("agent", {}).get("timeout_sec")
-    return Task(name=path.name, path=path, kind=str(kind), agent_timeout_s=timeout_s)
+    return Task(
+        name=path.name,
+        path=path,
+        kind=str(settings.get("metadata", {}).get("kind", "")),
+        agent_timeout_s=settings.get("agent", {}).get("timeout_sec"),
+        build_timeout_s=settings.get("environment", {}).get("build_timeout_sec") or _HARBORS_TIMEOUT_S,
+        verifier_timeout_s=settings.get("verifier", {}).get("timeout_sec") or _HARBORS_TIMEOUT_S,
+    )
 
 
 def tasks_of_step(tasks: list[Task], step: int, count: int, seed: int) -> list[Task]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard import interrupt
+from dockyard.collect import check_run, open_pool
+from dockyard.collect.gather import tasks_of
 from dockyard.config import RunConfig
 from dockyard.engine.checks import Wanted
 from dockyard.engine.connect import connect
@@ -19,15 +21,9 @@ from dockyard.engine.remote import RemoteEngine
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.errors import DockyardError
-from dockyard.gateway.app import Gateway
 from dockyard.gateway.render import Renderer
-from dockyard.rollout.agents import MODEL_NAME, check_names
-from dockyard.rollout.pool import Order, Pool
-from dockyard.rollout.sandbox.check import check_sandbox
-from dockyard.rollout.trial import TrialRunner
+from dockyard.rollout.pool import Order
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import write_demo_tasks
 from dockyard.trainer.loop import PublishedPolicy, StepRecord, TaskRollouts, train
 from dockyard.trainer.policy import Policy
 from dockyard.trainer.progress import Progress
@@ -62,29 +58,16 @@ def run_training(config: RunConfig, *, run_dir: RunDir) -> None:
 
 
 def _prepare(config: RunConfig, run: RunDir) -> _Inputs:
-    check_names(config.agent, config.environment)
-    if config.environment.type == "sandbox" and (problem := check_sandbox()):
-        raise DockyardError(problem.message, hint=problem.hint)
+    check_run(config)
     if 0 < config.trainer.lr < _TIMID_LR:
         logger.warning("`trainer.lr` is %g: below %g a LoRA barely moves", config.trainer.lr, _TIMID_LR)
-    train_tasks, heldout_tasks = _load_tasks(config, run)
     model_dir = find_model(config.model.name)
     return _Inputs(
-        train_tasks=train_tasks,
-        heldout_tasks=heldout_tasks,
+        train_tasks=tasks_of(run, "train"),
+        heldout_tasks=tasks_of(run, "heldout") if config.tasks.source == "demo" or config.tasks.heldout else [],
         model_dir=model_dir,
         renderer=Renderer.load(model_dir, config.model.name),
     )
-
-
-def _load_tasks(config: RunConfig, run: RunDir) -> tuple[list[Task], list[Task]]:
-    """To train on, and held out."""
-    tasks = config.tasks
-    if tasks.source == "demo":
-        write_demo_tasks(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=config.seed)
-        return load_tasks(run.tasks / "train"), load_tasks(run.tasks / "heldout")
-    assert tasks.train is not None  # load_run_config refuses a run without it
-    return load_tasks(tasks.train), load_tasks(tasks.heldout) if tasks.heldout else []
 
 
 async def _run(config: RunConfig, run: RunDir, inputs: _Inputs, progress: Progress) -> None:
@@ -108,28 +91,19 @@ async def _open(
         engine = server or TransformersEngine(policy.serving_model(), config.engine)
         if not server:
             stack.push_async_callback(engine.close)
-        gateway = Gateway(engine, inputs.renderer, MODEL_NAME)
-        stack.push_async_callback(gateway.close)
-        await gateway.start()
-        runner = TrialRunner(
-            gateway=gateway,
-            agent=config.agent,
-            environment=config.environment,
-            limits=config.rollout,
-            policy_use=config.gateway,
-            max_new_tokens=config.sampling.max_new_tokens,
-            trials_dir=run.trials,
-        )
-        pool = Pool(runner=runner, run=run, config=config.rollout, transcribe=inputs.renderer.transcript)
-        learner = PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
-        yield TaskRollouts(pool=pool, tasks=inputs.train_tasks, config=config, progress=progress), learner
+        pool = await stack.enter_async_context(open_pool(config, run, engine, inputs.renderer, progress.phases))
+        rollouts = TaskRollouts(pool=pool, tasks=inputs.train_tasks, config=config, progress=progress)
+        stack.push_async_callback(rollouts.close)
+        yield rollouts, PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
 
 
 async def open_server(config: RunConfig, model_dir: Path) -> RemoteEngine | None:
     """The server that the settings name, checked before any weights are loaded; None for the embedded engine."""
     if config.engine.type == "transformers":
         return None
-    server = await connect(config.engine, Wanted.of(config.model.name, model_dir, config.trainer.lora_r))
+    num_versions = config.rollout.max_staleness + 1
+    wanted = Wanted.of(config.model.name, model_dir, config.trainer.lora_r, num_versions)
+    server = await connect(config.engine, wanted)
     if isinstance(server, TextEndpoint):
         await server.close()
         raise DockyardError(

@@ -13,6 +13,8 @@ from functools import partial
 from statistics import fmean
 from typing import Protocol
 
+import numpy as np
+
 from dockyard.config import RunConfig
 from dockyard.engine import Engine
 from dockyard.rollout.pool import Order, Pool, failure_counts
@@ -54,31 +56,64 @@ async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record
         await record.record(step, groups, metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TaskRollouts:
-    """Groups from a pool, on the tasks whose turn it is."""
+    """Groups from a pool, on the tasks whose turn it is.
+
+    The rollouts of a step begin up to `max_staleness` steps early, so that the policy is not idle while it learns; the
+    weights behind them are at most so many updates old.
+    """
 
     pool: Pool
     tasks: list[Task]
     config: RunConfig
     progress: Progress
+    _begun: dict[int, "_Collection"] = field(default_factory=dict[int, "_Collection"])
 
     async def collect(self, step: int) -> tuple[Group, ...]:
-        tasks = tasks_of_step(self.tasks, step, self.config.grpo.tasks_per_step, self.config.seed)
-        order = Order(
+        last = min(step + self.config.rollout.max_staleness, self.config.steps - 1)
+        for due in range(step, last + 1):
+            if due not in self._begun:
+                self._begun[due] = _Collection(self.pool, self._order(due))
+        collection = self._begun.pop(step)
+        return await collection.shown(self.progress, f"step {step + 1} of {self.config.steps}")
+
+    async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
+        """Any order of rollouts, shown under this title."""
+        return await _Collection(self.pool, order).shown(self.progress, title)
+
+    async def close(self) -> None:
+        """Stop what was begun early and will not be used."""
+        for collection in self._begun.values():
+            collection.task.cancel()
+        await asyncio.gather(*(collection.task for collection in self._begun.values()), return_exceptions=True)
+
+    def _order(self, step: int) -> Order:
+        return Order(
             phase=step_phase(step),
-            tasks=tasks,
+            tasks=tasks_of_step(self.tasks, step, self.config.grpo.tasks_per_step, self.config.seed),
             group_size=self.config.grpo.group_size,
             temperature=self.config.sampling.temperature,
             seed=self.config.seed,
             stream=step_phase(step),
         )
-        return await self.gather(order, f"step {step + 1} of {self.config.steps}")
 
-    async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
-        """Any order of rollouts, shown under this title."""
-        self.progress.begin(title, len(order.tasks) * order.group_size)
-        return await self.pool.collect(order, self.progress.finished)
+
+class _Collection:
+    """An order under way. What finishes before it is shown is shown then."""
+
+    def __init__(self, pool: Pool, order: Order) -> None:
+        self._order = order
+        self._early: list[Rollout] = []
+        self._on_finish: Callable[[Rollout], None] = self._early.append
+        self.task = asyncio.create_task(pool.collect(order, lambda rollout: self._on_finish(rollout)))
+
+    async def shown(self, progress: Progress, title: str) -> tuple[Group, ...]:
+        progress.begin(title, len(self._order.tasks) * self._order.group_size)
+        for rollout in self._early:
+            progress.finished(rollout)
+        self._on_finish = progress.finished
+        return await self.task
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +138,7 @@ class PublishedPolicy:
 
     async def publish(self) -> None:
         # What was served until now stays: a server may read it again for a request that is not over.
-        self.run.keep_adapters(self.version - 1)
+        self.run.keep_adapters(self.version - 1 - self.config.rollout.max_staleness)
         folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_adapter)
         await self.engine.publish(folder, self.version)
 
@@ -140,10 +175,18 @@ class StepRecord:
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         numbers = rollout_metrics(rollouts) | metrics | {"time/step_s": seconds}
+        numbers["rollout/staleness"] = staleness(rollouts, step)
         numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
         self.run.record_metrics(step, numbers)
         self.progress.step(step, numbers, failure_counts(rollouts))
         await self.learner.checkpoint()
+
+
+def staleness(rollouts: list[Rollout], version: int) -> float:
+    """How many updates old the weights behind a sampled token were, on average, when `version` learnt from it."""
+    segments = [segment for rollout in rollouts for segment in rollout.segments if segment.versions is not None]
+    ages = [version - segment.versions[segment.sampled] for segment in segments if segment.versions is not None]
+    return float(np.concatenate(ages).mean()) if ages and sum(map(len, ages)) else 0.0
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:

@@ -166,6 +166,8 @@ def examples_of(groups: Sequence[Group], *, with_idle: bool) -> list[Example]:
 def _scored(group: Group) -> list[tuple[Rollout, float]]:
     """The rollouts that have a reward, each with its advantage over the others that have one."""
     rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    if len(rollouts) < 2:  # nothing to compare with: not even its KL penalty counts
+        return []
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     return list(zip(rollouts, group_advantages(rewards), strict=True))
 

@@ -3,11 +3,13 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dockyard.rollout.phases import Phase
 from dockyard.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ class Progress:
         self._done = 0
         self._tokens = 0
         self._failures: Counter[str] = Counter()
+        self._phases = ""
         self._phase_start = time.monotonic()
         self._step_seconds: list[float] = []
         self._steps_done = 0
@@ -61,6 +64,11 @@ class Progress:
             self._failures[rollout.failure.cause] += 1
         self._show()
 
+    def phases(self, counts: Mapping[Phase, int]) -> None:
+        """So many rollouts are in each phase now."""
+        self._phases = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
+        self._show()
+
     def step(self, step: int, numbers: dict[str, float], failures: dict[str, int]) -> None:
         """A training step is done."""
         self._steps_done = step + 1
@@ -91,7 +99,8 @@ class Progress:
         doing = "learning" if self._done == self._total and self._title.startswith("step") else "rollouts"
         self._live.update(
             Text(
-                f"{self._title}: {doing} {self._done}/{self._total}  reward {reward}  "
+                f"{self._title}: {doing} {self._done}/{self._total}{self._phases and f' ({self._phases})'}  "
+                f"reward {reward}  "
                 f"{self._tokens / seconds:.0f} tokens/s  failures {failures}  {self._left()}"
             )
         )

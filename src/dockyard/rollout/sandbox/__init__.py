@@ -6,5 +6,3 @@ network. Import paths instead of classes, so that importing this costs nothing o
 
 ENVIRONMENT = "dockyard.rollout.sandbox.environment:SandboxEnvironment"
 """For Harbor's `environment.import_path`."""
-VERIFIER = "dockyard.rollout.sandbox.verifier:SealedVerifier"
-"""For Harbor's `verifier.import_path`."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.sandbox.client import Command, Output, Sandbox, SandboxStartError
+from dockyard.rollout.output import Output
+from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
 
 OTHER_WAY = 'or set `environment.type = "docker"`'
 SETTINGS = (

@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
+from dockyard.rollout.faults import SandboxDiedError
+from dockyard.rollout.output import Sink
 from dockyard.rollout.sandbox.bwrap import prepare_launch
 
 KILLED = 137
@@ -19,39 +20,6 @@ KILL_PATIENCE_S = 5.0
 
 class SandboxStartError(Exception):
     """bubblewrap or the server inside did not come up."""
-
-
-class SandboxDiedError(Exception):
-    """The sandbox ended before it was stopped: out of memory, or killed from outside."""
-
-
-class Sink(Protocol):
-    """Where the output of a command goes."""
-
-    def write(self, data: bytes, /) -> object: ...
-
-
-@dataclass(slots=True)
-class Output:
-    """A command's output as text: the first and the last megabyte of it."""
-
-    keep_bytes: int = 1 << 20
-    head: bytearray = field(default_factory=bytearray)
-    tail: bytearray = field(default_factory=bytearray)
-    num_dropped: int = 0
-
-    def write(self, data: bytes, /) -> None:
-        room = max(0, self.keep_bytes - len(self.head))
-        self.head += data[:room]
-        self.tail += data[room:]
-        excess = len(self.tail) - self.keep_bytes
-        if excess > 0:
-            del self.tail[:excess]
-            self.num_dropped += excess
-
-    def text(self) -> str:
-        note = f"\n[{self.num_dropped} bytes left out]\n".encode() if self.num_dropped else b""
-        return (bytes(self.head) + note + bytes(self.tail)).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,10 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import COMPOSE_FILE_NAME, DOCKERFILE_NAME
 
 from dockyard.errors import DockyardError
+from dockyard.rollout.output import Output, Sink
 from dockyard.rollout.sandbox import transfer
 from dockyard.rollout.sandbox.bwrap import is_below
-from dockyard.rollout.sandbox.client import Command, Output, Sandbox, SandboxStartError, Sink
+from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, Image, read_image
 from dockyard.rollout.sandbox.transfer import Download, Entry
 

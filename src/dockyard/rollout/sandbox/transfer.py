@@ -102,6 +102,20 @@ def unpack(archive: IO[bytes], target: Path) -> None:
                 members.extract(member, target, filter="data")
 
 
+def unpack_one(archive: IO[bytes], target: Path) -> None:
+    """The only member, which must be a file, into `target`, or into it under its own name if that is a folder."""
+    archive.seek(0)
+    with tarfile.open(fileobj=archive, mode="r:") as members:
+        member = members.next()
+        content = members.extractfile(member) if member is not None and member.isreg() else None
+        if member is None or content is None:
+            raise RuntimeError("not a file")
+        target = target / member.name if target.is_dir() else target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as copy:
+            shutil.copyfileobj(content, copy)
+
+
 def _sealed(fd: int) -> int:
     """Nobody can write to it or make it grow any more, and it is read from the start."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL

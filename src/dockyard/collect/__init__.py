@@ -1,0 +1,71 @@
+"""From settings to rollouts: environments, gateway and pool, opened together and closed together."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dockyard.config import RunConfig
+from dockyard.engine import Engine
+from dockyard.errors import EngineError
+from dockyard.gateway.app import Gateway
+from dockyard.gateway.history import Json
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.text_mode import TextSource
+from dockyard.rollout.agents import MODEL_NAME, check_agent, runs_inside
+from dockyard.rollout.environments import check_environment, open_site, reachable
+from dockyard.rollout.phases import OnChange, Phases
+from dockyard.rollout.pool import Pool
+from dockyard.rollout.trial import TrialRunner
+from dockyard.run_dir import RunDir
+from dockyard.types import Rollout
+
+
+class NoModel:
+    """Implements `TextSource` for agents that ask no model, such as `oracle`."""
+
+    down_s = 0.0
+
+    async def chat(self, body: Json) -> Json:
+        raise EngineError("this run has no model", hint="`--agent.name` names an agent that needs none")
+
+
+def check_run(config: RunConfig) -> None:
+    """Refuse an agent or an environment that cannot run, before anything starts."""
+    check_agent(config.agent)
+    check_environment(config.environment, config.gateway, agent=config.agent.name, inside=runs_inside(config.agent))
+
+
+@asynccontextmanager
+async def open_pool(
+    config: RunConfig,
+    run: RunDir,
+    engine: Engine | TextSource,
+    renderer: Renderer | None,
+    on_phase: OnChange | None = None,
+) -> AsyncGenerator[Pool]:
+    """A pool whose rollouts sample from this engine. `renderer` is None where the engine is a source of text."""
+    inside = runs_inside(config.agent)
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(open_site(config.environment, inside=inside))
+        gateway = Gateway(engine, renderer, MODEL_NAME)
+        stack.push_async_callback(gateway.close)
+        first, *others = site.listen
+        await gateway.start(first, config.gateway.port, also=others)
+        url = await stack.enter_async_context(reachable(gateway, site, config.gateway, inside=inside))
+        runner = TrialRunner(
+            gateway=gateway,
+            agents_url=url,
+            agent=config.agent,
+            site=site,
+            limits=config.rollout,
+            phases=Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout),
+            policy_use=config.gateway,
+            max_new_tokens=config.sampling.max_new_tokens,
+            trials_dir=run.trials,
+            seal=config.environment.seal,
+        )
+        yield Pool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
+
+
+def transcriber(renderer: Renderer | None) -> Callable[[Rollout], str]:
+    """How a rollout is shown to people: nothing, where its tokens are not known."""
+    return renderer.transcript if renderer else lambda _: ""

@@ -1,0 +1,105 @@
+"""Rollouts from Python: `HarborRolloutGenerator(config=HarborConfig(...)).generate(dataset=..., n_tasks=...)`."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dockyard.collect import check_run
+from dockyard.collect.blocking import run_to_end
+from dockyard.collect.dataset import load_dataset
+from dockyard.collect.gather import Prepared, gather, rollouts_in
+from dockyard.collect.policy import find
+from dockyard.collect.quiet import hush
+from dockyard.collect.rollouts import rollout_order
+from dockyard.config import Config, RunConfig
+from dockyard.rollout.job import read_job
+from dockyard.run_dir import Purpose, RunDir
+from dockyard.types import Rollout
+
+
+class HarborConfig(Config):
+    """Who attempts tasks, where, and how often."""
+
+    model: str = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+    """A model folder, a Hub name, or `smollm2-135m`. Not needed by agents that ask no model, such as `oracle`."""
+    agent: str = "qwen-coder"
+    """Any Harbor agent (`dockyard agents` lists them), `shell`, or your own `module:Class`."""
+    environment: str = "docker"
+    """`docker`, `sandbox`, or any other Harbor environment type."""
+    n_concurrent: int = Field(default=4, ge=1)
+    """Rollouts under way at the same time."""
+    n_samples: int = Field(default=1, ge=1)
+    """Rollouts per task."""
+    base_url: str | None = None
+    """Of a server to sample from. None samples in this process, which needs torch."""
+    engine: Literal["vllm", "sglang", "openai"] = "openai"
+    """What the server at `base_url` is. `openai` is any; where it returns no token ids, rollouts are text."""
+    api_key_env: str | None = None
+    """The environment variable that holds the server's API key."""
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    """Of every model call, whatever the agent asks for."""
+    max_new_tokens: int = Field(default=4096, ge=1)
+    """Upper limit on the tokens of one model call."""
+    agent_timeout_s: float = Field(default=1800, gt=0)
+    """Upper limit on the agent's time in one rollout."""
+    agent_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the agent's constructor as they are."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor as they are."""
+    registry_path: Path | None = None
+    """A `registry.json` in which datasets are looked up by name. None asks Harbor's own, over the network."""
+    output_dir: Path | None = None
+    """The run folder that keeps the rollouts. None makes a new one under `runs`."""
+    harbor_cli: bool = False
+    """Make each rollout by a `harbor run` command instead of Harbor's Python API."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of everything random."""
+
+    def run_config(self) -> RunConfig:
+        """The same as the settings of a run."""
+        server = {"type": self.engine, "url": self.base_url, "api_key_env": self.api_key_env} if self.base_url else {}
+        return RunConfig.model_validate(
+            {
+                "run_dir": self.output_dir or Path("runs") / f"rollouts-{datetime.now():%Y%m%d-%H%M%S-%f}",
+                "seed": self.seed,
+                "model": {"name": self.model},
+                "agent": {"name": self.agent, "kwargs": self.agent_kwargs},
+                "environment": {"type": self.environment, "kwargs": self.environment_kwargs},
+                "engine": server,
+                "sampling": {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens},
+                "rollout": {"concurrency": self.n_concurrent, "agent_timeout_s": self.agent_timeout_s},
+            }
+        )
+
+
+class HarborRolloutGenerator:
+    """Makes rollouts through the gateway, or reads those of a finished Harbor job."""
+
+    def __init__(self, config: HarborConfig | None = None) -> None:
+        self.config = config or HarborConfig()
+
+    def generate(self, dataset: str | Path, n_tasks: int | None = None) -> list[Rollout]:
+        """Attempt the dataset's tasks, or the first of them, `n_samples` times each. Waits until all are done.
+
+        `dataset` is a folder of tasks, or `name@version` in the registry. A rollout without a reward was lost through
+        no fault of the policy; its `failure` says how.
+        """
+        hush()
+        return run_to_end(self._generate(dataset, n_tasks))
+
+    def generate_from_existing_job(self, path: str | Path) -> list[Rollout]:
+        """The rollouts of a job that `harbor run` made. Tokens are there only where the agent kept them."""
+        return read_job(Path(path))
+
+    async def _generate(self, dataset: str | Path, n_tasks: int | None) -> list[Rollout]:
+        config = self.config.run_config()
+        check_run(config)
+        tasks = (await load_dataset(dataset, registry=self.config.registry_path))[:n_tasks]
+        prepared = Prepared(model=find(config))
+        purpose = Purpose(verb="rollout", num_tasks=n_tasks, harbor_cli=self.config.harbor_cli)
+        with RunDir.create(config.run_dir, config, purpose=purpose) as run:
+            order = rollout_order(run, tasks, self.config.n_samples)
+            groups = await gather(run, prepared, order, title="rollouts", harbor_cli=self.config.harbor_cli)
+        return rollouts_in(groups)

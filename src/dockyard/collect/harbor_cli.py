@@ -1,0 +1,141 @@
+"""Makes rollouts by `harbor run` commands instead of Harbor's Python API, one command an attempt.
+
+A job gives all its trials one agent configuration, so trials of one job could not be told apart at the gateway. What
+Harbor's process does cannot be watched, so phases have no limits of their own, and the model's key is valid until the
+command has ended.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from harbor import TrialAgentConfig, TrialResult
+
+from dockyard.collect.quiet import QUIET
+from dockyard.config import RolloutConfig
+from dockyard.errors import UsageError
+from dockyard.gateway.sessions import AnySession
+from dockyard.rollout.job import read_result
+from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
+from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.types import Rollout
+
+_KEY_VARIABLE = "DOCKYARD_ROLLOUT_KEY"
+"""Holds the model's key in the environment of one command: Harbor reads `${...}` from there, and no file has it."""
+_STOP_S = 30.0
+"""For Harbor to take down what it started."""
+_LAST_WORDS = 2000
+
+
+_UNSEEN = ("max_building", "max_running", "max_verifying")
+
+
+def check_limits(limits: RolloutConfig) -> None:
+    """Refuse settings that would have no effect."""
+    for name in _UNSEEN:
+        if limits.model_dump()[name] is not None:
+            hint = "`--rollout.concurrency` is how many commands run at the same time"
+            raise UsageError(f"`rollout.{name}` has no effect with `--harbor-cli`", hint=hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborCliRunner:
+    """Implements the pool's `Runner`."""
+
+    common: TrialRunner
+    """What all rollouts of a run have in common, whoever makes them."""
+    command: tuple[str, ...] = (sys.executable, "-m", "harbor.cli.main", "run")
+
+    @classmethod
+    def like(cls, runner: TrialRunner) -> Self:
+        """The same rollouts, made by commands."""
+        return cls(common=runner)
+
+    async def run(self, attempt: Attempt) -> Rollout:
+        """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
+        session = self.common.open_session(attempt)
+        try:
+            outcome = await self._outcome(attempt, session)
+        finally:
+            recording = self.common.gateway.close_session(session)
+        return rollout_of(attempt.place, outcome, recording)
+
+    async def _outcome(self, attempt: Attempt, session: AnySession) -> Outcome:
+        job = self.common.trials_dir / attempt.name
+        shutil.rmtree(job, ignore_errors=True)  # of an earlier try
+        job.mkdir(parents=True)
+        file = job / "job.json"
+        file.write_text(json.dumps(self._job(attempt, job)))
+        process = await self._start(file, session.key)
+        limit_s = self.common.total_timeout_s(attempt.task)
+        try:
+            async with asyncio.timeout(limit_s):
+                said, _ = await process.communicate()
+        except TimeoutError:
+            message = f"`harbor run` was not done after {limit_s:g} s (`rollout.total_timeout_s`)"
+            return Outcome(exception="RolloutTimeoutError", message=message)
+        finally:
+            await _end(process)
+        return _read(job, said.decode(errors="replace"), process.returncode)
+
+    async def _start(self, config: Path, key: str) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *self.command,
+            *("--config", str(config), "--yes", "--quiet"),
+            env={**QUIET, **os.environ, _KEY_VARIABLE: key},
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            start_new_session=True,  # Ctrl-C is for us; what it starts is ended with it
+        )
+
+    def _job(self, attempt: Attempt, job: Path) -> dict[str, Any]:
+        """Harbor's `JobConfig` of one trial."""
+        trial = self.common.trial_config(attempt, key=f"${{{_KEY_VARIABLE}}}")
+        return {
+            "job_name": "job",
+            "jobs_dir": str(job),
+            "n_attempts": 1,
+            "n_concurrent_trials": 1,
+            "environment_build_timeout_multiplier": trial.environment_build_timeout_multiplier,
+            "agents": [_written(trial.agent)],
+            "environment": trial.environment.model_dump(mode="json", exclude_defaults=True),
+            "verifier": trial.verifier.model_dump(mode="json", exclude_defaults=True),
+            "tasks": [{"path": str(attempt.task.path.absolute())}],
+        }
+
+
+def _written(agent: TrialAgentConfig) -> dict[str, Any]:
+    """The environment as it is: Harbor would blot out what looks like a key, and this names only where the key is."""
+    return agent.model_dump(mode="json", exclude_defaults=True) | {"env": agent.env}
+
+
+def _read(job: Path, said: str, code: int | None) -> Outcome:
+    """The one trial's result, or what Harbor said instead of making one."""
+    for trial in (path.parent for path in (job / "job").glob("*/config.json")):
+        result = read_result(trial)
+        if isinstance(result, TrialResult):
+            return outcome_of(result)
+    message = f"`harbor run` left no result (exit code {code}): {said.strip()[-_LAST_WORDS:]}"
+    return Outcome(exception="HarborRunError", message=message)
+
+
+async def _end(process: Process) -> None:
+    """Have Harbor stop and clean up; kill it if it does not."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

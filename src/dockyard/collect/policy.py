@@ -1,0 +1,140 @@
+"""The model behind rollouts that train nothing: found before anything starts, opened for as long as they are made.
+
+Nothing is found or opened for an agent that asks no model, and no torch is loaded unless the embedded engine is used.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dockyard.collect import NoModel
+from dockyard.config import AgentConfig, RunConfig
+from dockyard.engine import Engine
+from dockyard.engine.checks import Wanted, find_card
+from dockyard.engine.connect import connect
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.server import Server, read_key
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.text_mode import TextSource
+from dockyard.rollout.agents.rows import row_of
+from dockyard.rollout.agents.table import Dialect
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is here of a model."""
+
+    folder: Path
+    renderer: Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the gateway samples from; without a renderer it is a source of text."""
+
+    engine: Engine | TextSource
+    renderer: Renderer | None
+
+
+def asks_no_model(agent: AgentConfig) -> bool:
+    """Whether the agent only runs the task's solution, or nothing."""
+    return row_of(agent.name).dialect is Dialect.NONE
+
+
+def find(config: RunConfig) -> Model | None:
+    """The model's folder and its way of writing; None for one that only an `openai` endpoint knows, or nobody asks."""
+    if asks_no_model(config.agent):
+        return None
+    embedded = config.engine.type == "transformers"
+    if embedded:
+        _import_embedded()
+    try:
+        folder = find_model(config.model.name, weights=embedded)
+        return Model(folder=folder, renderer=Renderer.load(folder, config.model.name))
+    except DockyardError as error:
+        if config.engine.type != "openai":
+            raise
+        logger.warning("no tokenizer for %s here: text mode, no token ids or logprobs (%s)", config.model.name, error)
+        return None
+
+
+@asynccontextmanager
+async def opened(config: RunConfig, model: Model | None, adapter: Path | None = None) -> AsyncGenerator[Opened]:
+    """The engine that the settings name, with this adapter loaded, closed with the block."""
+    if asks_no_model(config.agent):
+        yield Opened(NoModel(), None)
+        return
+    engine = await _open(config, model, adapter)
+    try:
+        if isinstance(engine, TextEndpoint):
+            if adapter:
+                hint = "serve the adapter there as a model of its own, and name it by `--engine.model`"
+                raise DockyardError(f"`{config.engine.url}` cannot be given an adapter", hint=hint)
+            yield Opened(engine, None)
+        else:
+            if adapter:
+                await engine.publish(adapter, 1)
+            assert model is not None, "an engine for ids is opened for a known model only"
+            yield Opened(engine, model.renderer)
+    finally:
+        await engine.close()
+
+
+async def _open(config: RunConfig, model: Model | None, adapter: Path | None) -> Engine | TextEndpoint:
+    if model is None:
+        return await _connect_for_text(config)
+    if config.engine.type == "transformers":
+        return await _load(config, model)
+    rank = _rank(adapter) if adapter else config.trainer.lora_r
+    return await connect(config.engine, Wanted.of(config.model.name, model.folder, rank))
+
+
+async def _connect_for_text(config: RunConfig) -> TextEndpoint:
+    """Without a tokenizer nothing can be said in ids, whatever the endpoint returns."""
+    engine = config.engine
+    assert engine.url is not None  # load_run_config refuses a server without it
+    server = Server(engine.url, api_key=read_key(engine.api_key_env, os.environ), retry_s=engine.retry_s)
+    try:
+        named = engine.model_copy(update={"model": engine.model or config.model.name})
+        card = await find_card(server, named, hint="check `engine.url`; it is what a client takes as its base URL")
+    except BaseException:
+        await server.close()
+        raise
+    return TextEndpoint(server, str(card["id"]))
+
+
+async def _load(config: RunConfig, model: Model) -> Engine:
+    from dockyard.engine.transformers import TransformersEngine
+    from dockyard.engine.weights import load_model
+
+    logger.info("loading %s", config.model.name)
+    weights: Any = await asyncio.to_thread(load_model, model.folder, config.model)
+    return TransformersEngine(weights, config.engine)
+
+
+def _import_embedded() -> None:
+    try:
+        from dockyard.engine import transformers, weights
+
+        del transformers, weights
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("dockyard"):
+            raise
+        raise DockyardError(
+            f"the embedded engine needs `{error.name}`, which is not installed",
+            hint="`pip install 'dockyard[train]'`, or `--engine.type vllm --engine.url ...`",
+        ) from error
+
+
+def _rank(adapter: Path) -> int:
+    return int(json.loads((adapter / "adapter_config.json").read_text())["r"])

@@ -1,0 +1,107 @@
+"""Harbor's agents without their network installers: derived classes that first look for the program in the image.
+
+Harbor imports agents by `module:Class`, so this module makes a class when its name is asked for: `QwenCoder` uses
+Harbor's installer where the image has no `qwen`, `QwenCoderNever` fails there with `AgentMissingError`.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+import logging
+import shlex
+from functools import cache
+from typing import Any, ClassVar, cast, override
+
+from harbor import BaseAgent, BaseEnvironment
+from harbor.agents.installed.base import BaseInstalledAgent
+
+from dockyard.rollout.agents.rows import class_of
+from dockyard.rollout.agents.table import ROWS, Program
+
+_MISSING = 127
+_NEVER = "Never"
+_log = logging.getLogger(__name__)
+_versions: dict[tuple[str, str], str] = {}
+"""By agent and image, as seen in this process: asking a program takes up to seconds, in every rollout."""
+
+
+class AgentMissingError(RuntimeError):
+    """The image has no such program, and the run may not install it."""
+
+
+class Preinstalled(BaseAgent):
+    """Put before a Harbor class, whose installer then runs only where it has to."""
+
+    program: ClassVar[Program]
+    may_install: ClassVar[bool]
+
+    @override
+    async def setup(self, environment: BaseEnvironment) -> None:
+        self._found = await self._find(environment)
+        if not self._found and not self.may_install:
+            raise AgentMissingError(self._missing(environment))
+        await super().setup(environment)
+
+    async def install(self, environment: BaseEnvironment) -> None:
+        """Called by the setup of agents that Harbor installs, and only by that."""
+        if self._found:
+            return
+        _log.info("%s: Harbor's installer runs, as %s", self.name(), self._missing(environment))
+        await cast(BaseInstalledAgent, super()).install(environment)
+
+    async def _find(self, environment: BaseEnvironment) -> bool:
+        """Whether the program is there, in the version asked for if one is. One command does it all."""
+        known = (self.name(), _image(environment))
+        wanted = self.version()
+        ask = ":" if known in _versions else self._version_command()
+        program = self.program
+        there = f"command -v {shlex.quote(program.executable)} >/dev/null || exit {_MISSING}"
+        command = f"{program.path}; {there}; {{ {program.prepare}; }} >/dev/null || exit {_MISSING}; {ask} || true"
+        result = await environment.exec(command)
+        self._said = f"{result.stdout or ''}{result.stderr or ''}".strip()[-200:]
+        if result.return_code != 0:
+            return False
+        if not isinstance(self, BaseInstalledAgent):
+            return True
+        version = _versions.setdefault(known, self.parse_version(result.stdout or ""))
+        if wanted not in (None, version):
+            return False
+        self._version = version or None
+        return True
+
+    def _version_command(self) -> str:
+        theirs = self.get_version_command() if isinstance(self, BaseInstalledAgent) else None
+        return self.program.version or theirs or ":"
+
+    def _missing(self, environment: BaseEnvironment) -> str:
+        wanted = f" {self.version()}" if self.version() and isinstance(self, BaseInstalledAgent) else ""
+        said = f" ({self._said})" if self._said else ""
+        return (
+            f"`{self.program.executable}`{wanted} is not in the image `{_image(environment)}`{said}: "
+            'add it to the image, or let Harbor install it with `agent.install = "auto"`'
+        )
+
+
+def _image(environment: BaseEnvironment) -> str:
+    return environment.task_env_config.docker_image or str(environment.environment_dir)
+
+
+def class_name(agent: str, *, may_install: bool) -> str:
+    """What this module calls the class for an agent that has a program in the table."""
+    return "".join(map(str.capitalize, agent.split("-"))) + ("" if may_install else _NEVER)
+
+
+_AGENTS = {
+    class_name(agent, may_install=may_install): (agent, may_install)
+    for agent, row in ROWS.items()
+    if row.program
+    for may_install in (True, False)
+}
+
+
+@cache
+def __getattr__(name: str) -> Any:
+    if name not in _AGENTS:
+        raise AttributeError(f"module `{__name__}` has no `{name}`")
+    agent, may_install = _AGENTS[name]
+    body = {"program": ROWS[agent].program, "may_install": may_install, "__module__": __name__}
+    return type(name, (Preinstalled, class_of(agent)), body)

@@ -1,0 +1,258 @@
+"""The `docker` environment as Harbor sees it: Harbor's own with the slow parts taken out and a seal put in.
+
+What differs for a task: a command that takes too long has return code 124 instead of ending the trial, its output and
+errors come apart, links are not downloaded, and a Dockerfile's image is kept for the next trial.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, override
+
+from harbor.environments.base import ExecResult, OutputCallback, SandboxBuildFailedError
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.environments.definition import COMPOSE_FILE_NAME, should_use_prebuilt_docker_image
+from harbor.environments.docker.docker import DockerEnvironment as HarborDocker
+from harbor.models.task.config import NetworkMode, NetworkPolicy
+
+from dockyard.rollout.docker import commands, files, guard
+from dockyard.rollout.docker.compose import compose, containers, remove
+from dockyard.rollout.docker.engine import ask
+from dockyard.rollout.docker.images import Image, images
+from dockyard.rollout.docker.network import Mode
+from dockyard.rollout.docker.overlay import PRIVATE, Overlay
+from dockyard.rollout.docker.owner import label_args, owner_labels
+
+_THIS_PROCESS = token_hex(4)
+_DONE = ExecResult(return_code=0)
+
+
+class DockerEnvironment(HarborDocker):
+    """For `environment.import_path`. One container per trial, or those of the task's compose file."""
+
+    def __init__(
+        self,
+        *args: Any,
+        session_id: str,
+        environment_dir: Path,
+        run: str = _THIS_PROCESS,
+        network: Mode = "auto",
+        network_name: str | None = None,
+        max_processes: int = 4096,
+        **kwargs: Any,
+    ) -> None:
+        """`network_name` is the run's own network, which tasks without a compose file share."""
+        if network == "gateway" and network_name is None:
+            raise ValueError("`network` is `gateway`, but there is no `network_name`")
+        self._run = run
+        self._network: Mode = network
+        self._network_name = network_name
+        self._max_processes = max_processes
+        self._is_composed = (environment_dir / COMPOSE_FILE_NAME).exists()
+        self._image: Image | None = None
+        self._main: str | None = None
+        self._overlay = tempfile.TemporaryDirectory(prefix="dockyard-docker-")
+        if network != "auto":  # then the run's word stands for the task's
+            kwargs |= {"network_policy": None, "phase_network_policies": ()}
+        unique = f"{run}-{token_hex(4)}-{session_id}"  # trial names repeat, across runs and across tries
+        super().__init__(*args, session_id=unique, environment_dir=environment_dir, **kwargs)  # pyright: ignore[reportUnknownMemberType]
+
+    @property
+    @override
+    def capabilities(self) -> EnvironmentCapabilities:
+        ours: dict[str, bool] = {"disable_internet": True, "windows": False}
+        if self._network != "auto":
+            ours |= {"network_allowlist": True, "dynamic_network_policy": True}
+        return super().capabilities.model_copy(update=ours)
+
+    @override
+    def validate_network_policy_support(self, network_policy: NetworkPolicy | None = None) -> None:
+        if self._network == "auto":
+            super().validate_network_policy_support(network_policy)
+
+    @override
+    async def set_network_policy(self, network_policy: NetworkPolicy) -> None:
+        if self._network == "auto":
+            await super().set_network_policy(network_policy)
+
+    @override
+    def _requires_egress_control(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, startup_network_policy: NetworkPolicy, phase_network_policies: Sequence[NetworkPolicy]
+    ) -> bool:
+        """A task that never has a network needs no sidecar of Harbor's to keep it from one."""
+        modes = {policy.network_mode for policy in (startup_network_policy, *phase_network_policies)}
+        if modes == {NetworkMode.NO_NETWORK} and not self._is_composed:
+            return False
+        return modes != {NetworkMode.PUBLIC}
+
+    @override
+    def _validate_daemon_mode(self) -> None:
+        """Asked once per run, not by a blocking call in each trial."""
+
+    @override
+    async def _validate_image_os(self, image_name: str) -> None:
+        """The engine refuses an image of another system by itself."""
+
+    @property
+    @override
+    def _docker_compose_paths(self) -> list[Path]:
+        paths = super()._docker_compose_paths
+        overlay = self._overlay_path
+        if not overlay.exists():
+            return paths
+        base = self._DOCKER_COMPOSE_PREBUILT_PATH if self._use_prebuilt else self._DOCKER_COMPOSE_BUILD_PATH
+        place = paths.index(base)
+        return [*paths[:place], *([] if self._image else [base]), overlay, *paths[place + 1 :]]
+
+    @override
+    async def start(self, force_build: bool) -> None:
+        if self._is_composed and self._network in ("none", "gateway"):
+            raise SandboxBuildFailedError(
+                f"`{self.environment_name}` has a {COMPOSE_FILE_NAME} with networks of its own, which "
+                f"`environment.network = {self._network}` cannot close. Use `auto`, or leave the task out"
+            )
+        if not self._is_composed and not self.extra_docker_compose_paths:
+            self._image = await self._find_image(force_build)
+        self._overlay_path.write_text(json.dumps(self._make_overlay().compose()))
+        await super().start(force_build)
+
+    @override
+    async def stop(self, delete: bool) -> None:
+        try:
+            await super().stop(delete)
+        finally:
+            self._overlay.cleanup()
+
+    @override
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        """A command that takes too long is killed and has return code 124, as with `timeout`."""
+        return await commands.run(
+            await self._container(),
+            command,
+            cwd=cwd or self.task_env_config.workdir,
+            env=self._merge_env(env) or {},
+            user=self._resolve_user(user),
+            timeout_s=timeout_sec,
+            on_output=self._output_callback(),
+        )
+
+    @override
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        try:
+            await files.upload(str(source_path), await self._container(), target_path)
+        except RuntimeError:  # its folder may be missing
+            await self._platform.upload_file(source_path, target_path)
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        try:
+            await files.upload(f"{source_dir}/.", await self._container(), target_dir)
+        except RuntimeError:
+            await self._platform.upload_dir(source_dir, target_dir)
+
+    @override
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        await files.download_file(await self._container(), source_path, Path(target_path))
+
+    @override
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        await files.download_folder(await self._container(), source_dir, Path(target_dir))
+
+    async def seal(self) -> None:
+        """End every process of the agent, empty /tests and /logs/verifier, restore what tests rely on."""
+        container = await self._container()
+
+        async def start() -> None:
+            if self._image and not self._image.has_healthcheck:
+                await ask("start", container)
+            else:
+                only_main = ["--no-recreate", "--no-build", "--no-deps", "main"]
+                await self._run_docker_compose_command(["up", "--detach", "--wait", *only_main])
+
+        await guard.seal(container, label_args(owner_labels(self._run)), private=self._private, start=start)
+
+    @property
+    def _overlay_path(self) -> Path:
+        return Path(self._overlay.name) / "docker-compose-dockyard.json"
+
+    @property
+    def _private(self) -> tuple[str, ...]:
+        mounted = {mount["target"].rstrip("/") for mount in self._host_mounts}
+        return tuple(target for target in PRIVATE if target not in mounted)
+
+    async def _find_image(self, force_build: bool) -> Image:
+        name = self.task_env_config.docker_image
+        if name and should_use_prebuilt_docker_image(self.environment_dir, docker_image=name, force_build=force_build):
+            return await images().present(name)
+        folder, content = self.environment_dir, self.environment_id
+        return await images().built(folder, content, task=self.environment_name, force=force_build)
+
+    def _make_overlay(self) -> Overlay:
+        return Overlay(
+            labels=owner_labels(self._run),
+            image=self._image.name if self._image else None,
+            network=self._choose_network(),
+            max_processes=self._max_processes,
+            private=self._private,
+        )
+
+    def _choose_network(self) -> str | None:
+        if self._enable_egress_control:
+            return None
+        if self._network == "none" or self._network_disabled:
+            return "none"
+        return self._network_name or "bridge"
+
+    async def _container(self) -> str:
+        """The id of the main container, once it is there."""
+        if self._main is None:
+            self._main = next(iter(await containers(self.session_id, "main")), None)
+        if self._main is None:
+            raise RuntimeError(f"`{self.environment_name}` has no container")
+        return self._main
+
+    @override
+    async def _run_docker_compose_command(
+        self,
+        command: list[str],
+        check: bool = True,
+        timeout_sec: int | None = None,
+        stdin_data: bytes | None = None,
+        on_output: OutputCallback | None = None,
+    ) -> ExecResult:
+        """What Harbor asks of compose, less what cannot be needed here."""
+        match command:
+            case ["build"] if self._image:
+                return _DONE
+            case ["down", "--remove-orphans"]:  # before the start: the project's name was never used
+                return _DONE
+            case ["up", "--detach", "--wait"] if self._image and not self._image.has_healthcheck:
+                command = ["up", "--detach"]
+            case ["down", "--rmi", *_] if self._image and not self._enable_egress_control:
+                await remove(self.session_id)
+                return _DONE
+            case ["down", *rest]:
+                command = ["down", "--timeout", "0", *rest]
+            case _:
+                pass
+        return await compose(
+            self.session_id,
+            *command,
+            folder=self.environment_dir.resolve(),
+            files=[path.resolve() for path in self._docker_compose_paths],
+            env=self._compose_env_vars(include_os_env=True),
+            check=check,
+            stdin=stdin_data,
+            timeout_s=timeout_sec,
+        )

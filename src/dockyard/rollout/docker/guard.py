@@ -1,0 +1,207 @@
+"""Makes a container safe for grading, with nothing that its agent could have changed.
+
+The container is frozen; another one, from the task's own image, empties the folders of the verifier and puts the
+trusted files back through /proc/1/root; then every process dies, PID 1 included, into which an agent may have planted
+code, and the container starts again. Of a frozen process nothing runs between the signal and its end.
+"""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dockyard.rollout.docker.engine import DockerError, ask
+from dockyard.rollout.docker.overlay import PRIVATE
+from dockyard.rollout.docker.trusted import FILES, PATH, TOOLS
+from dockyard.rollout.faults import SandboxDiedError, SealError
+
+logger = logging.getLogger(__name__)
+
+_CLEAN = r"""
+IFS='
+'
+set -f # patterns are taken as they are, but for the words of the loops that switch it off
+root=/proc/1/root
+kill -9 -1
+fail() { echo "$1" >&2; exit 1; }
+# The time of the last change of a file cannot be set by anyone: what has the image's was never touched.
+marks() { (cd "$1" && shift && stat -c '%n %Z %s %f' -- "$@" 2>/dev/null); }
+is_there() { [ -e "$1" ] || [ -L "$1" ]; }
+copied=
+follow() {
+  set -- "$1" "$1"
+  while [ -L "$1" ]; do
+    set -- "$(readlink "$1")" "$1"
+    case $1 in /*) ;; *) set -- "${2%/*}/$1" "$1" ;; esac
+    copied="$copied$1$IFS"
+  done
+}
+[ -d $root/. ] || fail "the container cannot be looked into"
+
+for place in $parents; do
+  set +f
+  for path in $root$place; do
+    set -f
+    own=${path#$root}
+    [ -L "$path" ] || continue
+    if is_there "$own"; then
+      [ -L "$own" ] && [ "$(readlink "$own")" = "$(readlink "$path")" ] || fail "the agent replaced $own by a link"
+    else
+      rm -f -- "$path"
+    fi
+  done
+done
+
+for folder in $private; do
+  mkdir -p -- "$root$folder" && find "$root$folder" -mindepth 1 -delete || fail "$folder cannot be emptied"
+  if [ -d "$folder" ]; then cp -a -- "$folder/." "$root$folder/" || fail "$folder cannot be restored"; fi
+done
+chmod 777 "$root/logs/verifier"
+
+known=
+for folder in $folders; do
+  for tool in $tools; do
+    set +f
+    for path in $folder/$tool; do
+      set -f
+      if is_there "$path"; then known="$known${path##*/}$IFS"; fi
+    done
+  done
+done
+for folder in $folders; do
+  [ ! -L "$folder" ] && [ -d "$root$folder" ] || continue
+  ours= theirs=
+  for name in $known; do
+    if is_there "$root$folder/$name"; then theirs="$theirs$name$IFS"; fi
+    is_there "$folder/$name" || continue
+    ours="$ours$name$IFS"
+    follow "$folder/$name"
+  done
+  if [ "$ours" = "$theirs" ] && [ "$(marks "$folder" $ours)" = "$(marks "$root$folder" $ours)" ]; then continue; fi
+  (cd "$root$folder" && rm -rf -- $theirs) || fail "$folder cannot be cleaned"
+  [ -z "$ours" ] || (cd "$folder" && cp -a -- $ours "$root$folder/") || fail "the tools in $folder cannot be restored"
+done
+
+for pattern in $files; do
+  set +f
+  for path in $root$pattern; do
+    set -f
+    is_there "$path" && ! is_there "${path#$root}" || continue
+    rm -rf -- "$path" || fail "${path#$root} cannot be removed"
+  done
+  set +f
+  for path in $pattern; do
+    set -f
+    is_there "$path" || continue
+    copied="$copied$path$IFS"
+    follow "$path"
+  done
+done
+straight=
+for path in $copied; do
+  rest=${path#/}
+  [ -L "/${rest%%/*}" ] || straight="$straight.$path$IFS"
+done
+[ "$(marks / $straight)" != "$(marks $root/ $straight)" ] || exit 0
+for path in $straight; do
+  path=${path#.}
+  mkdir -p -- "$root${path%/*}" && rm -rf -- "$root$path" && cp -a -- "$path" "$root$path" ||
+    fail "$path cannot be restored"
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the engine knows of a container. The container itself has no say in it."""
+
+    image: str
+    is_running: bool
+    is_paused: bool
+    was_out_of_memory: bool
+    exit_code: int
+    env: dict[str, str]
+
+
+async def read_state(container: str) -> State:
+    try:
+        facts: dict[str, Any] = json.loads(await ask("container", "inspect", container))[0]
+    except DockerError as error:
+        raise SandboxDiedError(f"the container is gone: {error}") from None
+    state = facts["State"]
+    env: list[str] = facts["Config"]["Env"] or []
+    return State(
+        image=facts["Image"],
+        is_running=state["Running"],
+        is_paused=state["Paused"],
+        was_out_of_memory=state["OOMKilled"],
+        exit_code=state["ExitCode"],
+        env={name: value for name, _, value in (item.partition("=") for item in env)},
+    )
+
+
+async def require_running(container: str) -> State:
+    """SandboxDiedError with the reason if the container ended."""
+    state = await read_state(container)
+    if not state.is_running:
+        reason = "out of memory" if state.was_out_of_memory else "not stopped by us"
+        raise SandboxDiedError(f"the container ended with code {state.exit_code} ({reason})")
+    return state
+
+
+async def seal(
+    container: str, labels: Iterable[str], *, private: Iterable[str] = PRIVATE, start: Callable[[], Awaitable[object]]
+) -> None:
+    """`start` starts the stopped container again; `labels` are arguments for `docker run`."""
+    state = await require_running(container)
+    try:
+        await _freeze(container, state)
+        await ask("run", "--rm", *labels, *_guard_args(container), state.image, "-c", read_script(state.env, private))
+        await ask("kill", container)
+        await ask("wait", container)
+    except DockerError as error:
+        await require_running(container)
+        raise SealError(f"the environment cannot be made safe for grading: {error}") from error
+    await start()
+
+
+async def _freeze(container: str, state: State) -> None:
+    try:
+        if not state.is_paused:
+            await ask("pause", container)
+    except DockerError as error:
+        await require_running(container)
+        logger.warning("sealing without freezing, which this engine cannot: %s", error)
+
+
+def _guard_args(container: str) -> list[str]:
+    return [
+        *("--entrypoint", "/bin/sh", "--user", "0:0", "--workdir", "/"),
+        *("--cap-add", "SYS_PTRACE"),  # to look into a container whose PID 1 is not root
+        *("--pid", f"container:{container}", "--network", "none", "--read-only"),
+    ]
+
+
+def read_script(env: dict[str, str], private: Iterable[str]) -> str:
+    folders = dict.fromkeys([*filter(_is_plain, env.get("PATH", "").split(":")), *PATH])
+    files = [*FILES, *filter(_is_plain, [env.get("BASH_ENV", ""), env.get("ENV", "")])]
+    values = {
+        "parents": sorted({parent for place in (*folders, *files, *private) for parent in parents(place)}),
+        "private": private,
+        "folders": folders,
+        "tools": TOOLS,
+        "files": files,
+    }
+    return "\n".join(f"{name}='{'\n'.join(words)}'" for name, words in values.items()) + _CLEAN
+
+
+def parents(path: str) -> list[str]:
+    """The folders that lead to it, and for a folder of PATH itself too: each may have become a link."""
+    parts = path.strip("/").split("/")
+    return ["/" + "/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _is_plain(path: str) -> bool:
+    """Whether it can stand in a list of words. Images name such folders themselves, so nothing is lost to an agent."""
+    return path.startswith("/") and not set(path) & set(" '\"\n\t*?[]\\$`")

@@ -1,0 +1,120 @@
+"""Task images: built once per content, pulled once, used by every trial that needs them and never removed by one."""
+
+# pyright: reportMissingTypeStubs=false
+
+import asyncio
+import json
+import re
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from harbor.environments.base import SandboxBuildFailedError
+
+from dockyard.rollout.docker.engine import DockerError, ask, docker, short
+from dockyard.rollout.faults import DockerUnreachableError, ImageMissingError
+
+TASK_LABEL = "dockyard.task"
+"""`docker image prune --all --filter label=dockyard.task` frees the disk."""
+MAX_TRIES = 3
+_SHOWN_LINES = 15
+_FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image that is here."""
+
+    name: str
+    has_healthcheck: bool
+
+
+@dataclass(slots=True)
+class Images:
+    """What one event loop knows of the engine's images."""
+
+    num_builds: int = 0
+    _locks: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
+    _tags: dict[str, str] = field(default_factory=dict[str, str])
+    _failures: dict[str, list[Exception]] = field(default_factory=dict[str, list[Exception]])
+
+    async def built(self, folder: Path, content: str, *, task: str, force: bool = False) -> Image:
+        """The image of a Dockerfile's folder. `content` is the folder's hash."""
+        async with self._locks.setdefault(content, asyncio.Lock()):
+            tag = self._tags.get(content) or await _tag(folder, content)
+            self._tags[content] = tag
+            image = None if force else await _find(tag)
+            return image or await self._try(tag, self._build(folder, tag, task))
+
+    async def present(self, name: str) -> Image:
+        """An image by name, pulled if it is not here."""
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            return await _find(name) or await self._try(name, _pull(name))
+
+    async def _try(self, name: str, making: Coroutine[Any, Any, Image]) -> Image:
+        """What failed three times would fail again: nobody waits for it any more."""
+        failures = self._failures.setdefault(name, [])
+        if len(failures) >= MAX_TRIES:
+            making.close()
+            raise failures[-1]
+        try:
+            return await making
+        except (SandboxBuildFailedError, ImageMissingError) as error:
+            failures.append(error.with_traceback(None))
+            raise
+
+    async def _build(self, folder: Path, tag: str, task: str) -> Image:
+        self.num_builds += 1
+        done = await docker("build", "--label", f"{TASK_LABEL}={task}", "--tag", tag, str(folder))
+        if done.is_unreachable:
+            raise DockerUnreachableError(short(done.stderr))
+        if done.code != 0:
+            log = short(f"{done.stdout}\n{done.stderr}", _SHOWN_LINES)
+            raise SandboxBuildFailedError(f"`docker build {folder}` failed:\n{log}")
+        image = await _find(tag)
+        if image is None:
+            raise SandboxBuildFailedError(f"`docker build {folder}` made no image `{tag}`")
+        return image
+
+
+_images: WeakKeyDictionary[asyncio.AbstractEventLoop, Images] = WeakKeyDictionary()
+
+
+def images() -> Images:
+    """Those of the running event loop, to which locks are bound."""
+    return _images.setdefault(asyncio.get_running_loop(), Images())
+
+
+async def _tag(folder: Path, content: str) -> str:
+    """Named after the folder and after the images that its Dockerfile starts from, which may be replaced."""
+    bases = sorted(set(_FROM.findall((folder / "Dockerfile").read_text(errors="replace"))))
+    ids = [await _ask_or("", "image", "inspect", "--format", "{{.Id}}", base) for base in bases]
+    return f"dockyard-task:{blake2b(' '.join([content, *ids]).encode(), digest_size=16).hexdigest()}"
+
+
+async def _find(name: str) -> Image | None:
+    config = await _ask_or("", "image", "inspect", "--format", "{{json .Config}}", name)
+    if not config:
+        return None
+    facts: dict[str, Any] = json.loads(config) or {}
+    return Image(name, has_healthcheck=bool(facts.get("Healthcheck")))
+
+
+async def _pull(name: str) -> Image:
+    done = await docker("pull", "--quiet", name)
+    if done.is_unreachable:
+        raise DockerUnreachableError(short(done.stderr))
+    image = await _find(name)
+    if image is None:
+        raise ImageMissingError(f"image `{name}` is not here and cannot be pulled: {short(done.stderr)}")
+    return image
+
+
+async def _ask_or(default: str, *args: str) -> str:
+    try:
+        return await ask(*args)
+    except DockerError:
+        return default

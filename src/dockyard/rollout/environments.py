@@ -1,0 +1,137 @@
+"""The environments of a run: checked before anything starts, opened once, and a way from them to the gateway."""
+
+# pyright: reportMissingTypeStubs=false
+
+import difflib
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from harbor import TrialEnvironmentConfig
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.environment_type import EnvironmentType
+from harbor.utils.optional_import import MissingExtraError
+
+from dockyard.config import EnvironmentConfig, GatewayConfig
+from dockyard.errors import DockyardError, UsageError
+from dockyard.gateway.app import Gateway
+from dockyard.rollout import sandbox
+from dockyard.rollout.sandbox.check import check_sandbox
+from dockyard.rollout.site import Site
+from dockyard.rollout.tunnel import open_tunnel
+
+LOCAL = ("sandbox", "docker")
+"""Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""
+_HOW_TO_REACH = (
+    "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
+    "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
+)
+
+
+def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
+    """Refuse what cannot run, before anything starts. `inside`: the agent calls the model from the environment."""
+    types = ["sandbox", *(kind.value for kind in EnvironmentType)]
+    if config.type not in types:
+        near = difflib.get_close_matches(config.type, types, 1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(types)}"
+        raise UsageError(f"`environment.type` is `{config.type}`, which is no environment", hint=hint)
+    _check_network(config, agent=agent, inside=inside)
+    _check_way(gateway, agent=agent, inside=inside)
+    if config.type not in LOCAL:
+        _check_credentials(config.type)
+        if inside and not (gateway.public_url or gateway.tunnel):
+            message = f"`{agent}` would call the gateway from `{config.type}`, which cannot reach this machine"
+            raise UsageError(message, hint=_HOW_TO_REACH)
+
+
+def _check_way(gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
+    ways = {"`gateway.public_url`": gateway.public_url, "`gateway.tunnel`": gateway.tunnel}
+    named = [name for name, way in ways.items() if way]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} are both set", hint="a tunnel's URL is found out: remove `public_url`")
+    if named and not inside:
+        message = f"{named[0]} has no effect: `{agent}` calls the gateway from this machine"
+        raise UsageError(message, hint=f"remove {named[0]}")
+
+
+def _check_network(config: EnvironmentConfig, *, agent: str, inside: bool) -> None:
+    if inside and config.network == "none":
+        raise UsageError(
+            f"`environment.network` is `none`, but `{agent}` calls the model from inside the environment",
+            hint="`--environment.network gateway` lets it reach the gateway and nothing else",
+        )
+    if inside and config.type == "sandbox" and config.network != "public":
+        raise UsageError(
+            f"`{agent}` runs inside the environment, and a sandbox has neither its program nor a network",
+            hint="`--environment.type docker`, or an agent that runs here: `shell`, `terminus-2`",
+        )
+    told = {"sandbox": ("auto", "none", "public"), "docker": ("auto", "none", "gateway", "public")}
+    if config.network not in told.get(config.type, ("auto",)):
+        raise UsageError(
+            f"`environment.network` is `{config.network}`, which `{config.type}` cannot be told",
+            hint="`--environment.network auto` leaves it to the task's `network_mode`; `docker` can be told",
+        )
+
+
+def _check_credentials(kind: str) -> None:
+    """By Harbor's own check, which names what is missing and prints no values."""
+    try:
+        EnvironmentFactory.run_preflight(EnvironmentType(kind))
+    except MissingExtraError as error:
+        raise DockyardError(
+            f"`environment.type` is `{kind}`: {error}", hint=f"`pip install 'harbor[{kind}]'`"
+        ) from None
+    except (SystemExit, ValueError, ImportError) as error:
+        raise DockyardError(
+            f"`environment.type` is `{kind}`: {error}", hint="set what it names, in the environment or in `.env`"
+        ) from None
+
+
+@asynccontextmanager
+async def open_site(config: EnvironmentConfig, *, inside: bool) -> AsyncGenerator[Site]:
+    """Whatever the environments of a run share, removed with the block."""
+    match config.type:
+        case "sandbox":
+            if problem := check_sandbox():
+                raise DockyardError(problem.message, hint=problem.hint)
+            yield sandbox_site(config)
+        case "docker":
+            from dockyard.rollout.docker import docker_site
+
+            async with docker_site(config, inside=inside) as site:
+                yield site
+        case _:
+            yield Site(environment=_harbor(config, type=EnvironmentType(config.type)))
+
+
+def sandbox_site(config: EnvironmentConfig) -> Site:
+    """Nothing to open: every sandbox stands alone."""
+    network = {"network": True} if config.network == "public" else {}
+    environment = _harbor(config, import_path=sandbox.ENVIRONMENT)
+    return Site(environment=environment.model_copy(update={"kwargs": network | config.kwargs}), host="127.0.0.1")
+
+
+def _harbor(config: EnvironmentConfig, **which: object) -> TrialEnvironmentConfig:
+    return TrialEnvironmentConfig.model_validate(
+        {
+            "kwargs": config.kwargs,
+            "override_cpus": config.cpus,
+            "override_memory_mb": config.memory_mb,
+            "override_storage_mb": config.storage_mb,
+            **which,
+        }
+    )
+
+
+@asynccontextmanager
+async def reachable(gateway: Gateway, site: Site, config: GatewayConfig, *, inside: bool) -> AsyncGenerator[str]:
+    """The gateway's root URL as this run's agents see it."""
+    async with AsyncExitStack() as stack:
+        if not inside:
+            yield gateway.root_url
+        elif config.public_url:
+            yield config.public_url.rstrip("/").removesuffix("/v1")
+        elif config.tunnel:
+            yield await stack.enter_async_context(open_tunnel(config.tunnel, gateway.port))
+        else:
+            assert site.host is not None, "check_environment refuses this"
+            yield f"http://{site.host}:{gateway.port}"

@@ -1,0 +1,77 @@
+"""What Harbor says of a trial, and what becomes of it together with what the gateway recorded."""
+
+# pyright: reportMissingTypeStubs=false
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from harbor import TrialResult
+
+from dockyard.gateway.ledger import Recording
+from dockyard.gateway.text_mode import exchange_json
+from dockyard.rollout.blame import failure_of
+from dockyard.types import Blame, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a trial ended."""
+
+    reward: float | None = None
+    exception: str = ""
+    """The type's name; empty when nothing was raised."""
+    message: str = ""
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """By phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rollout of which task it is."""
+
+    task: str
+    kind: str
+    attempt: int
+
+
+def outcome_of(result: TrialResult) -> Outcome:
+    """The part of a result that counts here."""
+    rewards = (result.verifier_result.rewards if result.verifier_result else None) or {}
+    reward = rewards.get("reward", next(iter(rewards.values()), None))
+    phases = {
+        "environment": result.environment_setup,
+        "setup": result.agent_setup,
+        "agent": result.agent_execution,
+        "verifier": result.verifier,
+    }
+    seconds = {name: _seconds(phase.started_at, phase.finished_at) for name, phase in phases.items() if phase}
+    raised = result.exception_info
+    return Outcome(
+        reward=None if reward is None else float(reward),
+        exception=raised.exception_type if raised else "",
+        message=raised.exception_message if raised else "",
+        seconds=seconds | {"total": _seconds(result.started_at, result.finished_at)},
+    )
+
+
+def _seconds(start: datetime | None, end: datetime | None) -> float:
+    return (end - start).total_seconds() if start and end else 0.0
+
+
+def rollout_of(place: Place, outcome: Outcome, recording: Recording) -> Rollout:
+    """A rollout with its reward, unless the infrastructure is to blame for how it ended."""
+    failure = failure_of(outcome.exception, outcome.message, recording)
+    reward = outcome.reward if outcome.reward is not None and math.isfinite(outcome.reward) else 0.0
+    return Rollout(
+        task=place.task,
+        kind=place.kind,
+        attempt=place.attempt,
+        segments=recording.segments,
+        reward=None if failure is not None and failure.blame is Blame.INFRASTRUCTURE else reward,
+        failure=failure,
+        seconds=outcome.seconds,
+        stats=recording.stats,
+        untrusted=recording.untrusted,
+        exchanges=tuple(map(exchange_json, recording.exchanges)),
+    )

@@ -1,0 +1,47 @@
+"""Which settings may differ when a run is resumed."""
+
+from dockyard.config import RunConfig
+from dockyard.errors import UsageError
+from dockyard.settings import changed_keys
+
+RESUMABLE = frozenset(
+    {
+        "run_dir",
+        "steps",
+        "model.device",
+        "engine.max_batch",
+        "engine.url",
+        "engine.model",
+        "engine.api_key_env",
+        "engine.retry_s",
+        "gateway.port",
+        "gateway.public_url",
+        "gateway.tunnel",
+        "rollout.concurrency",
+        "rollout.max_building",
+        "rollout.max_running",
+        "rollout.max_verifying",
+        "rollout.build_timeout_s",
+        "rollout.setup_timeout_s",
+        "rollout.agent_timeout_s",
+        "rollout.verifier_timeout_s",
+        "rollout.total_timeout_s",
+        "rollout.retries",
+        "rollout.max_staleness",
+        "rollout.max_lost_share",
+        "trainer.micro_batch_tokens",
+        "trainer.save_every",
+    }
+)
+"""Nothing that recorded rollouts and updates were made with."""
+
+
+def refuse_fixed(old: RunConfig, new: RunConfig) -> None:
+    """An error if anything else differs."""
+    # A learning rate that falls over the run's steps would have been another one in the updates to be replayed.
+    changeable = RESUMABLE - {"steps"} if old.trainer.schedule == "linear" else RESUMABLE
+    fixed = [key for key in changed_keys(old, new) if key not in changeable]
+    if fixed:
+        names = ", ".join(f"`{key}`" for key in fixed)
+        others = ", ".join(f"`{key}`" for key in sorted(changeable - {"run_dir"}))
+        raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {others}")

@@ -1,0 +1,27 @@
+"""Attacks on the reward in real containers."""
+
+import pytest
+from attacks import ATTACKS, CONTROLS, UNGUARDED
+from rows import Batch, names, run_chosen
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")]
+
+
+@pytest.fixture(scope="module")
+def batch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Batch:
+    return run_chosen(request, (*ATTACKS, *CONTROLS, *UNGUARDED), "docker", tmp_path_factory.mktemp("attacks"))
+
+
+@pytest.mark.parametrize("row", names(ATTACKS, "docker"))
+def test_an_attack_scores_nothing(row: str, batch: Batch):
+    assert batch[row].rollout.reward == 0.0, batch[row]
+
+
+@pytest.mark.parametrize("row", names((*CONTROLS, *UNGUARDED), "docker"))
+def test_honest_work_scores_and_what_is_not_guarded_against_works(row: str, batch: Batch):
+    [wanted] = [known for known in (*CONTROLS, *UNGUARDED) if known.name == row]
+    assert (batch[row].rollout.reward, batch[row].rollout.failure) == (wanted.reward, None)
+
+
+def test_attacks_leave_nothing_running(batch: Batch):
+    assert batch.left_behind == []

@@ -1,0 +1,28 @@
+"""The Docker engine for tests: the one that answers, or the one that tools/install-docker.sh made."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SETTINGS = Path(__file__).parents[1] / ".cache" / "docker" / "env"
+BASE = "dockyard/base:1"
+
+
+def use_engine() -> None:
+    """Lead this process to the engine. Without one the tests fail: they are asked for by name."""
+    if SETTINGS.exists():
+        for word in shlex.split(SETTINGS.read_text()):
+            name, is_set, value = word.partition("=")
+            os.environ.update({name: value} if is_set else {})
+    done = subprocess.run(["docker", "image", "inspect", BASE], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.fail(f"no Docker engine with `{BASE}` answers: {done.stderr.strip()}\nrun `sh tools/install-docker.sh`")
+
+
+def docker(*args: str) -> str:
+    done = subprocess.run(["docker", *args], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -1,0 +1,66 @@
+"""Tunnels are commands: here, small forwarders on loopback."""
+
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from gateway_fakes import FakeEngine, tiny_renderer
+
+from dockyard.errors import DockyardError
+from dockyard.gateway.app import Gateway
+from dockyard.rollout.tunnel import open_tunnel
+
+FORWARD = """
+import asyncio, sys
+
+async def pump(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+async def forward(reader, writer):
+    theirs, ours = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    await asyncio.gather(pump(reader, ours), pump(theirs, writer))
+
+async def main():
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    print("read our terms at http://127.0.0.1:9/terms")
+    print(f"forwarding http://127.0.0.1:{sys.argv[1]}")
+    print(f"your tunnel: http://127.0.0.1:{port}", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+async def gateway():
+    gateway = Gateway(FakeEngine(), tiny_renderer(), "policy")
+    await gateway.start()
+    yield gateway
+    await gateway.close()
+
+
+async def test_the_url_behind_which_the_gateway_answers_is_the_tunnels_and_it_ends_with_the_block(
+    gateway: Gateway, tmp_path: Path
+):
+    (tmp_path / "forward.py").write_text(FORWARD)
+    command = f"true; {sys.executable} {tmp_path}/forward.py {{port}}"  # not the shell itself: its child
+    async with open_tunnel(command, gateway.port) as url:
+        assert url not in ("http://127.0.0.1:9", gateway.root_url)
+        session = gateway.open_session("s", seed=0, temperature=1.0, max_new_tokens=5)
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with aiohttp.ClientSession(headers=headers) as client, client.get(f"{url}/v1/models") as response:
+            assert response.status == 200
+    async with aiohttp.ClientSession() as client:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get(url)
+
+
+@pytest.mark.parametrize("command", ["echo no network here; exit 1", "echo http://127.0.0.1:9; sleep 60", "no-such-x"])
+async def test_a_command_that_opens_no_way_to_the_gateway_is_an_error_with_its_words(gateway: Gateway, command: str):
+    with pytest.raises(DockyardError, match="opened no way to the gateway in 2 s"):
+        async with open_tunnel(command, gateway.port, patience_s=2):
+            pass
