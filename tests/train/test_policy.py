@@ -180,7 +180,7 @@ def recorded(group: Group, policy: Policy, shift: float) -> Group:
     rollouts: list[Rollout] = []
     for rollout in group.rollouts:
         [segment] = rollout.segments
-        [example] = examples_of([replace(group, rollouts=(rollout,))], with_idle=True)
+        example, _ = examples_of([replace(group, rollouts=(rollout, rollout))], with_idle=True)
         logprobs = np.zeros(len(segment.token_ids), np.float32)
         logprobs[example.targets] = plain_logprobs(policy, example).detach().numpy() - shift
         rollouts.append(replace(rollout, segments=(replace(segment, logprobs=logprobs),)))

@@ -31,11 +31,16 @@ async def test_no_more_rollouts_are_in_a_phase_than_its_limit():
 async def test_a_rollout_holds_one_slot_at_a_time_and_none_after_it_failed():
     counts: list[dict[Phase, int]] = []
     phases = Phases(RolloutConfig(concurrency=1), lambda now: counts.append(dict(now)))
-    for _ in range(2):  # the second would hang if the first had kept its slot
-        with pytest.raises(RuntimeError), phases.passage() as passage:
+
+    async def break_down() -> None:
+        with phases.passage() as passage:
             await passage.enter(Phase.BUILDING)
             await passage.enter(Phase.RUNNING)
             raise RuntimeError("broken")
+
+    for _ in range(2):  # the second would hang if the first had kept its slot
+        with pytest.raises(RuntimeError):
+            await break_down()
     assert all(sum(now.values()) <= 1 for now in counts)
     assert sum(counts[-1].values()) == 0
 

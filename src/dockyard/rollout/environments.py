@@ -132,6 +132,8 @@ async def reachable(gateway: Gateway, site: Site, config: GatewayConfig, *, insi
             yield config.public_url.rstrip("/").removesuffix("/v1")
         elif config.tunnel:
             yield await stack.enter_async_context(open_tunnel(config.tunnel, gateway.port))
-        else:
-            assert site.host is not None, "check_environment refuses this"
+        elif site.host:
             yield f"http://{site.host}:{gateway.port}"
+        else:
+            message = "agents inside would call the gateway, but their containers cannot reach this machine"
+            raise UsageError(message, hint=_HOW_TO_REACH)
