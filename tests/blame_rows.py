@@ -235,35 +235,36 @@ KEPT = (
     ),
     Row(name="negative_reward", says=(SOLVE,), test="echo -0.5 > /logs/verifier/reward.txt", reward=-0.5),
 )
-VERIFIER = tuple(
-    Row(name=name, says=(SOLVE,), cause=cause, **more)
-    for name, cause, more in (
-        ("verifier_timeout", "verifier_timeout", {"test": "sleep 60", "limits": limits(verifier_timeout_s=2)}),
-        ("verifier_crash", "reward_missing", {"test": f"kill -9 $$\n{HALF}"}),
-        ("reward_missing", "reward_missing", {"test": "true"}),
-        ("reward_empty", "reward_empty", {"test": ": > /logs/verifier/reward.txt"}),
-        ("reward_nan", "reward_unreadable", {"test": "echo nan > /logs/verifier/reward.txt"}),
-        ("reward_word", "reward_unreadable", {"test": "echo good > /logs/verifier/reward.txt"}),
-        ("reward_nan_in_json", "reward_unreadable", {"test": "echo '{\"r\": NaN}' > /logs/verifier/reward.json"}),
-        (
-            "tests_too_large",
-            "verifier_upload",
-            {
-                "files": {"tests/large": "x" * (20 << 20)},
-                "overrides": {"override_storage_mb": 16},
-                "where": ("sandbox",),
-            },
-        ),
-        (
-            "verifier_logs_too_large",
-            "verifier_download",
-            {
-                "test": f"{HALF}cat /dev/zero > /logs/verifier/log",
-                "overrides": {"override_storage_mb": 16},
-                "where": ("sandbox",),
-            },
-        ),
-    )
+
+
+def ungraded(name: str, cause: str, **row: Any) -> Row:
+    """The policy has solved its task, and its tests fail to say so, twice. It can have caused that, so it gets 0."""
+    return Row(name=name, says=(SOLVE,), cause=cause, **row)
+
+
+SMALL = {"override_storage_mb": 16}
+VERIFIER = (
+    ungraded("verifier_timeout", "verifier_timeout", test="sleep 60", limits=limits(verifier_timeout_s=2)),
+    ungraded("verifier_crash", "reward_missing", test=f"kill -9 $$\n{HALF}"),
+    ungraded("reward_missing", "reward_missing", test="true"),
+    ungraded("reward_empty", "reward_empty", test=": > /logs/verifier/reward.txt"),
+    ungraded("reward_nan", "reward_unreadable", test="echo nan > /logs/verifier/reward.txt"),
+    ungraded("reward_word", "reward_unreadable", test="echo good > /logs/verifier/reward.txt"),
+    ungraded("reward_nan_in_json", "reward_unreadable", test="echo '{\"r\": NaN}' > /logs/verifier/reward.json"),
+    ungraded(
+        "tests_too_large",
+        "verifier_upload",
+        files={"tests/large": "x" * (20 << 20)},
+        overrides=SMALL,
+        where=("sandbox",),
+    ),
+    ungraded(
+        "verifier_logs_too_large",
+        "verifier_download",
+        test=f"{HALF}cat /dev/zero > /logs/verifier/log",
+        overrides=SMALL,
+        where=("sandbox",),
+    ),
 )
 
 RUN_APP = f"#!/bin/bash\nbash /app/run.sh\n{GRADE.partition(chr(10))[2]}"
@@ -303,7 +304,7 @@ def _provoked() -> Iterator[Row]:
     for name, command in commands.items():
         yield Row(name=name, says=(command,))
     yield Row(
-        name="writes_a_sparse_log", says=("truncate -s 40G /logs/agent/sparse",), limits=limits(total_timeout_s=60)
+        name="writes_a_sparse_log", says=("truncate -s 8G /logs/agent/sparse",), limits=limits(total_timeout_s=60)
     )
     yield Row(name="fork_bomb", says=(":(){ :|:& };:",), kwargs={"max_processes": 100})
     yield Row(name="exhausts_memory", says=(EAT, EAT), overrides={"override_memory_mb": 64})

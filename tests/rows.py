@@ -146,7 +146,7 @@ def _files(row: Row) -> dict[str, str]:
 
 def _own(site: Site, row: Row) -> Site:
     environment = site.environment
-    changes = {"kwargs": environment.kwargs | row.kwargs, **row.overrides}
+    changes = {"kwargs": {**environment.kwargs, **row.kwargs}, **row.overrides}
     return Site(environment=environment.model_copy(update=changes), listen=site.listen, host=site.host)
 
 

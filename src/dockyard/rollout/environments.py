@@ -82,7 +82,7 @@ def _check_credentials(kind: str) -> None:
         ) from None
     except (SystemExit, ValueError, ImportError) as error:
         raise DockyardError(
-            f"`environment.type` is `{kind}`: {error}", hint="set what it names, in the environment or in `.env`"
+            f"`environment.type` is `{kind}`: {error}", hint="set what it names, then try again"
         ) from None
 
 

@@ -204,6 +204,7 @@ class DockerEnvironment(HarborDocker):
             image=self._image.name if self._image else None,
             network=self._choose_network(),
             max_processes=self._max_processes,
+            resolves=self._network != "gateway",
             private=self._private,
         )
 

@@ -18,6 +18,8 @@ class Overlay:
     network: str | None
     """A network of ours, or `none`, or the engine's `bridge`. None: whatever the task and Harbor arrange."""
     max_processes: int
+    resolves: bool = True
+    """Whether names can be looked up at all. Where not, each try would take ten seconds to fail."""
     private: tuple[str, ...] = PRIVATE
 
     def compose(self) -> dict[str, Any]:
@@ -34,6 +36,8 @@ class Overlay:
             "pull_policy": "never",
             "pids_limit": self.max_processes,
         }
+        if not self.resolves:
+            main["dns_opt"] = ["timeout:1", "attempts:1"]
         compose: dict[str, Any] = {"services": {"main": main}}
         if self.network in ("none", "bridge"):
             main["network_mode"] = self.network
