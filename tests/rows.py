@@ -76,6 +76,8 @@ class Row:
     """Of the environment's constructor."""
     engine: OpenEngine = scripted
     seal: bool = True
+    level: str = "standard"
+    """Of the seal in Docker."""
     trials_dir: Callable[[Path], Path] = lambda folder: folder / "trials"
     where: tuple[str, ...] = ("docker", "sandbox")
     cause: str | None = None
@@ -146,7 +148,8 @@ def _files(row: Row) -> dict[str, str]:
 
 def _own(site: Site, row: Row) -> Site:
     environment = site.environment
-    changes = {"kwargs": {**environment.kwargs, **row.kwargs}, **row.overrides}
+    sealed = {"seal_level": row.level} if "seal_level" in environment.kwargs else {}
+    changes: dict[str, Any] = {"kwargs": {**environment.kwargs, **sealed, **row.kwargs}, **row.overrides}
     return Site(environment=environment.model_copy(update=changes), listen=site.listen, host=site.host)
 
 

@@ -58,6 +58,9 @@ class AgentConfig(Config):
     """`auto` uses the agent's program if the image has it, and Harbor's installer, which needs a network, if not."""
 
 
+type Seal = Literal["off", "processes", "standard", "strict"]
+
+
 class EnvironmentConfig(Config):
     """Where the agent's commands run."""
 
@@ -71,8 +74,8 @@ class EnvironmentConfig(Config):
     """Of each environment, instead of the task's own; in `sandbox` of each process."""
     storage_mb: int | None = Field(default=None, ge=16)
     """Of each environment, instead of the task's own. Not for `docker`."""
-    seal: bool = True
-    """End whatever the agent started before it is graded. Not for tasks that ask for a running server."""
+    seal: Seal = "standard"
+    """Before grading `processes` ends what the agent started, `standard` restores tools, `strict` packages as well."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's constructor as they are."""
 

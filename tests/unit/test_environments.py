@@ -88,6 +88,13 @@ def test_a_network_that_can_be_had_is_accepted(kind: str, network: str, inside: 
     check(kind, inside=inside, network=network)
 
 
+@pytest.mark.parametrize(("kind", "seal"), [("sandbox", "strict"), ("sandbox", "processes"), ("podman", "off")])
+def test_a_seal_that_cannot_be_had_is_refused(kind: str, seal: str):
+    environment = EnvironmentConfig.model_validate({"type": kind, "seal": seal})
+    with pytest.raises(UsageError, match=f"`environment.seal` is `{seal}`, which `{kind}` does not have"):
+        check_environment(environment, GatewayConfig(), agent="shell", inside=False)
+
+
 def test_limits_and_network_reach_harbor():
     limits = EnvironmentConfig(cpus=2, memory_mb=512, storage_mb=256, network="public", kwargs={"max_processes": 9})
     environment = sandbox_site(limits).environment

@@ -61,7 +61,7 @@ async def open_pool(
             policy_use=config.gateway,
             max_new_tokens=config.sampling.max_new_tokens,
             trials_dir=run.trials,
-            seal=config.environment.seal,
+            seal=config.environment.seal != "off",
         )
         yield Pool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
 

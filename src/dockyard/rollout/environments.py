@@ -3,6 +3,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import difflib
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -18,6 +19,8 @@ from dockyard.rollout import sandbox
 from dockyard.rollout.sandbox.check import check_sandbox
 from dockyard.rollout.site import Site
 from dockyard.rollout.tunnel import open_tunnel
+
+logger = logging.getLogger(__name__)
 
 LOCAL = ("sandbox", "docker")
 """Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""
@@ -35,12 +38,21 @@ def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agen
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(types)}"
         raise UsageError(f"`environment.type` is `{config.type}`, which is no environment", hint=hint)
     _check_network(config, agent=agent, inside=inside)
+    _check_seal(config)
     _check_way(gateway, agent=agent, inside=inside)
     if config.type not in LOCAL:
         _check_credentials(config.type)
         if inside and not (gateway.public_url or gateway.tunnel):
             message = f"`{agent}` would call the gateway from `{config.type}`, which cannot reach this machine"
             raise UsageError(message, hint=_HOW_TO_REACH)
+
+
+def _check_seal(config: EnvironmentConfig) -> None:
+    known = {"sandbox": ("off", "standard"), "docker": ("off", "processes", "standard", "strict")}
+    levels = known.get(config.type, ("standard",))  # the default, which means nothing there
+    if config.seal not in levels:
+        message = f"`environment.seal` is `{config.seal}`, which `{config.type}` does not have"
+        raise UsageError(message, hint="`--environment.seal standard`")
 
 
 def _check_way(gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
@@ -100,6 +112,11 @@ async def open_site(config: EnvironmentConfig, *, inside: bool) -> AsyncGenerato
             async with docker_site(config, inside=inside) as site:
                 yield site
         case _:
+            logger.warning(
+                "`%s` has no seal: what an agent leaves running could rewrite its reward, unless a task's verifier "
+                "has an environment of its own",
+                config.type,
+            )
             yield Site(environment=_harbor(config, type=EnvironmentType(config.type)))
 
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """Takes a command's output as it comes."""
+    """Takes a command's output as it comes. True: it has enough, and the command may as well end."""
 
-    def write(self, data: bytes, /) -> object: ...
+    def write(self, data: bytes, /) -> bool | None: ...
 
 
 @dataclass(slots=True)

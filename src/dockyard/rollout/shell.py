@@ -19,7 +19,7 @@ _FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
 MAX_TURNS = 8
 _MAX_OUTPUT = 4000
 _MERGED = "exec 2>&1\n"  # both outputs in order, in every environment; on a line of its own, whatever follows
-_NO_MORE_CALLS = ("context_length_exceeded", "call_limit_reached")
+_NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tokens_limit_reached")
 
 
 class ShellAgent(BaseAgent):

@@ -69,7 +69,9 @@ async def docker(
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(
-                _feed(process.stdin, stdin), _pump(process.stdout, stdout or out), _pump(process.stderr, stderr or err)
+                _feed(process.stdin, stdin),
+                _pump(process.stdout, stdout or out, process.pid),
+                _pump(process.stderr, stderr or err, process.pid),
             )
             code = await process.wait()
     finally:
@@ -78,10 +80,10 @@ async def docker(
     return Done(code, out.text(), err.text())
 
 
-async def ask(*args: str) -> str:
+async def ask(*args: str, stdin: bytes | None = None) -> str:
     """What the engine answers. DockerError when it refuses, DockerUnreachableError when it does not answer."""
     try:
-        done = await docker(*args, timeout_s=ANSWER_WITHIN_S)
+        done = await docker(*args, stdin=stdin, timeout_s=ANSWER_WITHIN_S)
     except TimeoutError:
         raise DockerUnreachableError(f"`docker {args[0]}` had no answer after {ANSWER_WITHIN_S:g} s") from None
     if done.is_unreachable:
@@ -106,10 +108,13 @@ async def _feed(pipe: asyncio.StreamWriter | None, data: bytes | None) -> None:
     pipe.close()
 
 
-async def _pump(pipe: asyncio.StreamReader | None, sink: Sink) -> None:
+async def _pump(pipe: asyncio.StreamReader | None, sink: Sink, pid: int) -> None:
+    """A sink that answers True has enough: the command is ended, and what it still had to say read."""
     assert pipe is not None
     while data := await pipe.read(_CHUNK):
-        sink.write(data)
+        if sink.write(data):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:

@@ -19,6 +19,7 @@ from harbor.environments.definition import COMPOSE_FILE_NAME, should_use_prebuil
 from harbor.environments.docker.docker import DockerEnvironment as HarborDocker
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
+from dockyard.config import Seal
 from dockyard.rollout.docker import commands, files, guard
 from dockyard.rollout.docker.compose import compose, containers, remove
 from dockyard.rollout.docker.engine import ask
@@ -43,6 +44,7 @@ class DockerEnvironment(HarborDocker):
         network: Mode = "auto",
         network_name: str | None = None,
         max_processes: int = 4096,
+        seal_level: Seal = "standard",
         **kwargs: Any,
     ) -> None:
         """`network_name` is the run's own network, which tasks without a compose file share."""
@@ -52,6 +54,7 @@ class DockerEnvironment(HarborDocker):
         self._network: Mode = network
         self._network_name = network_name
         self._max_processes = max_processes
+        self._seal_level: Seal = seal_level
         self._is_composed = (environment_dir / COMPOSE_FILE_NAME).exists()
         self._image: Image | None = None
         self._main: str | None = None
@@ -180,7 +183,10 @@ class DockerEnvironment(HarborDocker):
                 only_main = ["--no-recreate", "--no-build", "--no-deps", "main"]
                 await self._run_docker_compose_command(["up", "--detach", "--wait", *only_main])
 
-        await guard.seal(container, label_args(owner_labels(self._run)), private=self._private, start=start)
+        labels = label_args(owner_labels(self._run))
+        restored = await guard.seal(container, labels, start=start, private=self._private, level=self._seal_level)
+        if restored:
+            self.logger.warning("put back as in the image before grading: %s", ", ".join(restored))
 
     @property
     def _overlay_path(self) -> Path:

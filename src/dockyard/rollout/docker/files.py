@@ -12,7 +12,7 @@ from dockyard.rollout.docker.engine import docker, short
 from dockyard.rollout.faults import DockerUnreachableError
 from dockyard.rollout.sandbox import transfer
 
-MAX_DOWNLOAD_BYTES = 4 << 30
+MAX_DOWNLOAD_BYTES = 1 << 30
 TRANSFER_TIMEOUT_S = 600
 
 
@@ -34,7 +34,11 @@ async def download_folder(container: str, source: str, target: Path) -> None:
 
 async def _fetch(container: str, source: str, archive: IO[bytes]) -> None:
     download = transfer.Download(archive, MAX_DOWNLOAD_BYTES)
-    await _copy(f"{container}:{source}", "-", download)
+    try:
+        await _copy(f"{container}:{source}", "-", download)
+    except RuntimeError:
+        if not download.is_full:
+            raise
     if download.is_full:
         raise RuntimeError(f"`{source}` is larger than {MAX_DOWNLOAD_BYTES >> 20} MB")
 

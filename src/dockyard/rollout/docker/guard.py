@@ -5,19 +5,26 @@ trusted files back through /proc/1/root; then every process dies, PID 1 included
 code, and the container starts again. Of a frozen process nothing runs between the signal and its end.
 """
 
+# pyright: reportMissingTypeStubs=false
+
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from harbor.environments.base import SandboxBuildFailedError
+
+from dockyard.config import Seal
 from dockyard.rollout.docker.engine import DockerError, ask
 from dockyard.rollout.docker.overlay import PRIVATE
-from dockyard.rollout.docker.trusted import FILES, PATH, TOOLS
+from dockyard.rollout.docker.trusted import FILES, MORE_FILES, PATH, TOOLS
 from dockyard.rollout.faults import SandboxDiedError, SealError
 
 logger = logging.getLogger(__name__)
 
+_LIBRARY = re.compile(r"/(usr/(local/)?)?lib(32|64|x32)?/.*(\.so(\.[\w.]+)?|\.pyc?)$")
 _CLEAN = r"""
 IFS='
 '
@@ -44,10 +51,12 @@ for place in $parents; do
   for path in $root$place; do
     set -f
     own=${path#$root}
-    [ -L "$path" ] || continue
-    if is_there "$own"; then
-      [ -L "$own" ] && [ "$(readlink "$own")" = "$(readlink "$path")" ] || fail "the agent replaced $own by a link"
-    else
+    if [ -L "$own" ]; then
+      [ -L "$path" ] && [ "$(readlink "$own")" = "$(readlink "$path")" ] && continue
+      rm -rf -- "$path" && cp -a -- "$own" "$path" || fail "the agent replaced $own, which cannot be restored"
+      echo "$own"
+    elif [ -L "$path" ]; then
+      ! is_there "$own" || fail "the agent replaced $own by a link"
       rm -f -- "$path"
     fi
   done
@@ -79,6 +88,7 @@ for folder in $folders; do
     follow "$folder/$name"
   done
   if [ "$ours" = "$theirs" ] && [ "$(marks "$folder" $ours)" = "$(marks "$root$folder" $ours)" ]; then continue; fi
+  echo "tools in $folder"
   (cd "$root$folder" && rm -rf -- $theirs) || fail "$folder cannot be cleaned"
   [ -z "$ours" ] || (cd "$folder" && cp -a -- $ours "$root$folder/") || fail "the tools in $folder cannot be restored"
 done
@@ -88,6 +98,7 @@ for pattern in $files; do
   for path in $root$pattern; do
     set -f
     is_there "$path" && ! is_there "${path#$root}" || continue
+    echo "${path#$root}"
     rm -rf -- "$path" || fail "${path#$root} cannot be removed"
   done
   set +f
@@ -105,6 +116,7 @@ for path in $copied; do
 done
 [ "$(marks / $straight)" != "$(marks $root/ $straight)" ] || exit 0
 for path in $straight; do
+  if [ "$(marks / "$path")" != "$(marks $root/ "$path")" ]; then echo "${path#.}"; fi
   path=${path#.}
   mkdir -p -- "$root${path%/*}" && rm -rf -- "$root$path" && cp -a -- "$path" "$root$path" ||
     fail "$path cannot be restored"
@@ -151,19 +163,30 @@ async def require_running(container: str) -> State:
 
 
 async def seal(
-    container: str, labels: Iterable[str], *, private: Iterable[str] = PRIVATE, start: Callable[[], Awaitable[object]]
-) -> None:
-    """`start` starts the stopped container again; `labels` are arguments for `docker run`."""
+    container: str,
+    labels: Iterable[str],
+    *,
+    start: Callable[[], Awaitable[object]],
+    private: Iterable[str] = PRIVATE,
+    level: Seal = "standard",
+) -> list[str]:
+    """What was put back. `start` starts the stopped container again; `labels` are arguments for `docker run`."""
     state = await require_running(container)
     try:
         await _freeze(container, state)
-        await ask("run", "--rm", *labels, *_guard_args(container), state.image, "-c", read_script(state.env, private))
+        changed = await _changed(container) if level == "strict" else []
+        script = read_script(state.env, private, level, changed)
+        said = await ask("run", "--rm", *labels, *_guard_args(container), state.image, "-s", stdin=script.encode())
         await ask("kill", container)
         await ask("wait", container)
     except DockerError as error:
         await require_running(container)
         raise SealError(f"the environment cannot be made safe for grading: {error}") from error
-    await start()
+    try:
+        await start()
+    except (DockerError, SandboxBuildFailedError) as error:
+        raise SealError(f"the environment does not start again for grading: {error}") from error
+    return said.splitlines()
 
 
 async def _freeze(container: str, state: State) -> None:
@@ -177,15 +200,29 @@ async def _freeze(container: str, state: State) -> None:
 
 def _guard_args(container: str) -> list[str]:
     return [
-        *("--entrypoint", "/bin/sh", "--user", "0:0", "--workdir", "/"),
+        *("--interactive", "--entrypoint", "/bin/sh", "--user", "0:0", "--workdir", "/"),
         *("--cap-add", "SYS_PTRACE"),  # to look into a container whose PID 1 is not root
         *("--pid", f"container:{container}", "--network", "none", "--read-only"),
     ]
 
 
-def read_script(env: dict[str, str], private: Iterable[str]) -> str:
-    folders = dict.fromkeys([*filter(_is_plain, env.get("PATH", "").split(":")), *PATH])
+async def _changed(container: str) -> list[str]:
+    """Libraries and modules that are not as in the image, as the engine itself sees it; of new ones bytecode only."""
+    lines = (await ask("diff", container)).splitlines()
+    paths = [line[2:] for line in lines if line[:2] in ("C ", "D ") or line.endswith(".pyc")]
+    return [path for path in paths if _LIBRARY.match(path) and _is_plain(path)]
+
+
+def read_script(
+    env: dict[str, str], private: Iterable[str], level: Seal = "standard", changed: Iterable[str] = ()
+) -> str:
+    """What the guard runs. `changed` are further files to put back."""
+    folders = list(dict.fromkeys([*filter(_is_plain, env.get("PATH", "").split(":")), *PATH]))
     files = [*FILES, *filter(_is_plain, [env.get("BASH_ENV", ""), env.get("ENV", "")])]
+    if level == "strict":
+        files += [*MORE_FILES, *changed]
+    if level == "processes":
+        folders, files = [], []
     values = {
         "parents": sorted({parent for place in (*folders, *files, *private) for parent in parents(place)}),
         "private": private,

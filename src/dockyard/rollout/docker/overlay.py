@@ -5,7 +5,7 @@ from typing import Any
 
 PRIVATE = ("/tests", "/logs/verifier")
 """Volumes of their own: a mount point can be neither replaced by a link nor filled through the container's disk."""
-SLEEP = ("sh", "-c", "sleep infinity")
+SLEEP = ("sh", "-c", "exec sleep infinity")  # a child named `sleep` could be killed, and the container with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,12 @@ async def check_docker() -> None:
 
 
 def _site(config: EnvironmentConfig, run: str, network: Network | None) -> Site:
-    ours: dict[str, Any] = {"run": run, "network": config.network, "network_name": network.name if network else None}
+    ours: dict[str, Any] = {
+        "run": run,
+        "network": config.network,
+        "network_name": network.name if network else None,
+        "seal_level": "standard" if config.seal == "off" else config.seal,
+    }
     environment = TrialEnvironmentConfig(
         import_path=ENVIRONMENT,
         kwargs=ours | config.kwargs,

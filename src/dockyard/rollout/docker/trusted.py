@@ -2,8 +2,8 @@
 
 A name of TOOLS that the image has in some folder of PATH is restored there, and copies that the agent put into other
 folders of PATH go. A name that the image lacks is left: the task may have been to install it. FILES are patterns: what
-the image has is restored, what it lacks is removed. Not covered: further libraries and packages, which a task may well
-ask to change. Tasks that must not trust them have a separate verifier.
+the image has is restored, what it lacks is removed. A task whose honest solution changes these is for the seal
+`processes`; one that must not trust packages either for `strict`, or for a separate verifier.
 """
 
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -70,3 +70,17 @@ _PYTHON = tuple(
     for name in ("sitecustomize", "usercustomize")
 )
 FILES = (*_SYSTEM, *_HOME, *_PYTHON, *_LOADER)
+MORE_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d/*",
+    "/root/.local/lib/python3*/site-packages/*.pth",
+    "/home/*/.local/lib/python3*/site-packages/*.pth",
+    *(
+        f"{root}/python3*/{folder}*.pth"
+        for root in ("/usr/lib", "/usr/local/lib")
+        for folder in ("", "dist-packages/", "site-packages/")
+    ),
+)
+"""Only by `strict`, together with every library and module that the agent changed: honest work changes these too, by
+`pip install --editable`, an upgrade of a package, or `make install` and `ldconfig`."""

@@ -143,12 +143,11 @@ def _files(etc: dict[str, str], *, storage: str) -> Iterator[str]:
 
 
 def _top_folders() -> Iterator[str]:
+    """Mounted even where the host has links: a link to the programs could be replaced by a folder of others."""
     for name in TOP_FOLDERS:
         path = Path("/", name)
-        if path.is_symlink():
-            yield from ("--symlink", os.readlink(path), str(path))
-        elif path.is_dir():
-            yield from ("--ro-bind", str(path), str(path))
+        if path.is_dir():
+            yield from ("--ro-bind", str(path.resolve()), str(path))
 
 
 def _etc_files(*, network: bool) -> dict[str, str]:

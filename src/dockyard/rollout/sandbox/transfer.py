@@ -48,10 +48,11 @@ class Download:
     def is_full(self) -> bool:
         return self._size >= self.max_bytes
 
-    def write(self, data: bytes, /) -> None:
+    def write(self, data: bytes, /) -> bool:
         data = data[: self.max_bytes - self._size]
         self._size += len(data)
         self.file.write(data)
+        return self.is_full  # a file with holes may claim to be of any size
 
 
 def contents(folder: Path) -> list[Entry]:
