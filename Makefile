@@ -33,7 +33,7 @@ check: dev ## lint, format, types and import direction
 	$(BIN)/pyright
 	$(BIN)/pytest --quiet tests/unit/test_imports.py
 
-bench: dev ## run the benchmarks that need no GPU and no vLLM; each prints one table
+bench: dev ## run the benchmarks that need no GPU, no vLLM and no Docker; each prints one table
 	@set -e; for bench in bench/engine.py bench/agents.py bench/gateway.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
 clean: ## remove what was installed or built; runs stay

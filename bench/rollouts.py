@@ -39,7 +39,6 @@ PHASES = ("environment", "setup", "agent", "verifier")
 TASK = {
     "task.toml": f'schema_version = "1.4"\n[task]\nname = "bench/hello"\n[environment]\ndocker_image = "{IMAGE}"\n',
     "instruction.md": "Write hi into /app/hello.txt.\n",
-    "environment/.keep": "",
     "solution/solve.sh": "#!/bin/bash\nmkdir -p /app && echo hi > /app/hello.txt\n",
     "tests/test.sh": '#!/bin/bash\n[ "$(cat /app/hello.txt)" = hi ] && reward=1 || reward=0\n'
     "echo $reward > /logs/verifier/reward.txt\n",
@@ -65,6 +64,7 @@ def write_task(folder: Path) -> Path:
     for name, text in TASK.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "environment").mkdir()
     return folder
 
 
@@ -198,7 +198,7 @@ async def main() -> None:
             return
         n = arguments.trials
         figures = [harbor(task, folder / "jobs", n, 1)]
-        figures += [harbor(task, folder / "jobs", 2 * at_once, at_once) for at_once in (2, 4, 8)]
+        figures += [harbor(task, folder / "jobs", 2 * at_once, at_once) for at_once in (4, 8, 16, 24)]
         figures += [await ours("docker", task, folder, 2 * n, 1), await ours("docker", task, folder, 4 * n, 4)]
         figures += [await ours("sandbox", task, folder, 20 * n, 1), await ours("sandbox", task, folder, 60 * n, 8)]
         show(figures)

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -350,12 +350,14 @@ KINDS: dict[str, type[FakeServer]] = {"vllm": FakeVLLM, "sglang": FakeSGLang}
 
 
 @asynccontextmanager
-async def serving(kind: str, retry_s: float = 0, **flags: Any) -> AsyncGenerator[tuple[RemoteEngine, Any]]:
+async def serving(
+    kind: str, retry_s: float = 0, num_versions: int = 1, **flags: Any
+) -> AsyncGenerator[tuple[RemoteEngine, Any]]:
     server = KINDS[kind](**flags)
     await server.start()
     engine = None
     try:
-        engine = await open_engine(kind, server, retry_s)
+        engine = await open_engine(kind, server, retry_s, num_versions)
         yield engine, server
     finally:
         if engine:
@@ -363,9 +365,9 @@ async def serving(kind: str, retry_s: float = 0, **flags: Any) -> AsyncGenerator
         await server.stop()
 
 
-async def open_engine(kind: str, server: FakeServer, retry_s: float = 0) -> RemoteEngine:
+async def open_engine(kind: str, server: FakeServer, retry_s: float = 0, num_versions: int = 1) -> RemoteEngine:
     config = EngineConfig.model_validate({"type": kind, "url": server.url, "retry_s": retry_s})
-    engine = await connect(config, WANTED)
+    engine = await connect(config, replace(WANTED, num_versions=num_versions))
     assert isinstance(engine, RemoteEngine)
     server.bodies.clear()  # those of the start-up checks
     return engine
@@ -378,6 +380,7 @@ def ask(prompt: list[int] = PROMPT, *, limit: int = 6, temperature: float = 0.7,
         temperature=temperature,
         stop_ids=more.get("stop_ids", frozenset()),
         seed=more.get("seed", 7),
+        version=more.get("version"),
     )
 
 

@@ -1,6 +1,7 @@
 """The `docker` environment with a real engine: images, commands, files, whole trials."""
 
 import asyncio
+import subprocess
 import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -106,6 +107,43 @@ async def test_output_errors_variables_and_the_return_code_come_through(tmp_path
         command = 'echo "$GREETING $API_KEY"; echo bad >&2; pwd; exit 3'
         result = await environment.exec(command, cwd="/usr", env={"GREETING": "hi", "API_KEY": "s e\ncret"})
     assert (result.return_code, result.stdout, result.stderr) == (3, "hi s e\ncret\n/usr\n", "bad\n")
+
+
+ODD = {
+    "PLAIN": "1",
+    "EMPTY": "",
+    "LINES": "a\n\nb=c\n",
+    "QUOTED": """ '"$HOME`id`\\ é """,
+    "PATH": "/opt/none:/usr/bin:/bin",  # these from here on would change the docker client itself
+    "HOME": "/nowhere",
+    "DOCKER_HOST": "unix:///nowhere.sock",
+    "DOCKER_CONFIG": "a\nb",
+    "LD_PRELOAD": "",
+    "LD_LIBRARY_PATH": "/nowhere",
+    "http_proxy": "http://127.0.0.1:1",
+    "ALL_PROXY": "socks5://127.0.0.1:1",
+    "GODEBUG": "netdns=go",
+}
+
+
+async def test_variables_arrive_as_they_are_and_none_changes_the_client(tmp_path: Path):
+    async with started(tmp_path) as environment:
+        result = await environment.exec("env --null", env=ODD)
+    seen = dict(line.split("=", 1) for line in (result.stdout or "").split("\0") if line)
+    assert {name: seen.get(name) for name in ODD} == ODD
+
+
+async def test_a_variables_value_is_in_no_process_list(tmp_path: Path):
+    value = uuid.uuid4().hex
+    async with started(tmp_path) as environment:
+        running = asyncio.create_task(environment.exec("touch /started; sleep 60", env={"GREETING": value}))
+        while await code_of(environment, "test -e /started"):
+            pass
+        listed = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert "GREETING" in listed
+    assert value not in listed
 
 
 async def test_a_command_that_takes_too_long_is_ended_and_its_output_kept(tmp_path: Path):

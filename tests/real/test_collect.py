@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer, write_model
+from processes import alive, descendants
 from server_fakes import FakeHosted, FakeServer, FakeVLLM, write_adapter
 
 from dockyard import HarborConfig, HarborRolloutGenerator
@@ -280,6 +282,38 @@ async def test_a_harbor_run_that_is_cancelled_is_ended_with_all_it_started(task:
     assert slow not in processes()
 
 
+def test_a_run_that_is_killed_leaves_no_harbor_run_behind(tasks: Path):
+    for task in tasks.iterdir():
+        (task / "solution" / "solve.sh").write_text("sleep 86414.5\n")
+    words = ["rollout", "--tasks.train", str(tasks), "--agent=oracle", "--harbor-cli", "--num-tasks=1"]
+    with subprocess.Popen([*COMMAND, *words, "--grpo.group_size=2"], stderr=subprocess.DEVNULL) as process:
+        while "sleep 86414.5" not in processes():
+            time.sleep(0.1)
+            assert process.poll() is None
+        started = descendants(process.pid)
+        process.kill()
+    try:
+        for _ in range(300):
+            if not alive(started):
+                break
+            time.sleep(0.1)
+        assert alive(started) == set()
+    finally:
+        for left in alive(started):
+            os.kill(left.pid, signal.SIGKILL)
+
+
+async def test_what_an_earlier_try_still_writes_is_not_read(task: Task):
+    async with by_command(FakeEngine([WRITE, Said("It is done.")])) as runner:
+        assert (await runner.run(attempt_of(task))).reward == 0.5
+        [written] = Path("mine/trials/a").glob("job*/")
+        shutil.copytree(written, "kept")
+        late = HarborCliRunner(common=runner.common, command=("sh", "-c", f"cp -r kept {written}"))
+        rollout = await late.run(attempt_of(task))
+    assert written.exists()
+    assert rollout.reward is None
+
+
 def processes() -> str:
     return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
@@ -305,7 +339,8 @@ async def test_tokens_that_terminus_2_kept_are_those_that_the_gateway_recorded(t
     agent = {"name": "terminus-2", "kwargs": {"collect_rollout_details": True}}
     async with by_command(engine, agent=agent) as runner:
         recorded = await runner.run(attempt_of(task))
-    [read] = read_job(Path("mine/trials/a/job"))
+    [job] = Path("mine/trials/a").glob("job-*/")
+    [read] = read_job(job)
     assert (read.task, read.kind, read.reward, read.failure) == ("hello", "k", 0.5, None)
     assert read.stats["calls"] == 3
     assert read.num_sampled == recorded.num_sampled > 0

@@ -146,6 +146,22 @@ def test_options_that_an_agent_does_not_have_are_refused():
         check_agent(AgentConfig(name="aider", kwargs={"map_token": 0}))
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("system_promt", "did you mean `system_prompt`?"), ("gateway_url", ""), ("model_name", ""), ("kwargs", "")],
+)
+def test_options_that_shell_does_not_have_or_that_are_not_for_users_are_refused(name: str, hint: str):
+    with pytest.raises(UsageError) as caught:
+        check_agent(AgentConfig(name="shell", kwargs={name: ""}))
+    assert caught.value.message == f"`agent.kwargs.{name}` is no option of `shell`"
+    assert hint in caught.value.hint
+
+
+def test_options_that_shell_has_are_accepted():
+    options = {"system_prompt": "", "examples": [], "command_timeout_s": 5, "max_turns": 1}
+    check_agent(AgentConfig(name="shell", kwargs=options))
+
+
 def test_mini_swe_agent_plus_is_mini_swe_agent_with_a_message(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         check_agent(AgentConfig(name="mini-swe-agent-plus"))

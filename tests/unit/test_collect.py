@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
+from dockyard.collect import NoModel, open_pool
 from dockyard.collect.blocking import run_to_end
 from dockyard.collect.dataset import load_dataset
 from dockyard.collect.evaluation import EvalReport
@@ -153,6 +155,26 @@ def test_an_unknown_agent_is_refused_from_python_before_a_folder_is_made(tmp_pat
     with pytest.raises(UsageError, match="`agent.name` is `shel`"):
         HarborRolloutGenerator(HarborConfig(agent="shel")).generate("anything")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("n_tasks", [0, -1])
+def test_a_number_of_tasks_below_1_is_refused_from_python_before_a_folder_is_made(n_tasks: int, tmp_path: Path):
+    with pytest.raises(UsageError, match=f"`n_tasks` is {n_tasks}, not a whole number from 1"):
+        HarborRolloutGenerator(HarborConfig(agent="oracle")).generate("anything", n_tasks=n_tasks)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_port_in_use_is_named_with_the_reason_and_a_way_out(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        agent, environment = {"name": "oracle"}, {"type": "podman"}
+        config = RunConfig.model_validate({"gateway": {"port": port}, "agent": agent, "environment": environment})
+        with RunDir.create(tmp_path / "mine", config) as run, pytest.raises(UsageError) as caught:
+            async with open_pool(config, run, NoModel(), None):
+                pass
+    assert caught.value.message.startswith(f"`gateway.port` is {port}, where the gateway cannot listen: ")
+    assert "address already in use" in caught.value.message
+    assert caught.value.hint == "`--gateway.port 0` takes a free one"
 
 
 def test_importing_the_package_loads_neither_torch_nor_harbor():

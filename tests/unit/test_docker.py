@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dockyard.rollout.docker.guard import parents, read_script
+from dockyard.rollout.docker.guard import State, parents, read_script
 from dockyard.rollout.docker.janitor import Leftovers
 from dockyard.rollout.docker.overlay import Overlay
 from dockyard.rollout.docker.owner import Owner
@@ -62,9 +62,20 @@ def test_the_table_of_what_tests_rely_on_is_words_for_a_shell():
 
 
 def test_the_guards_script_holds_the_images_own_path_and_is_a_script():
-    script = read_script({"PATH": "/opt/env/bin:/usr/bin:relative:/o dd:/gl*b", "BASH_ENV": "/etc/start"}, ["/tests"])
+    state = State(
+        image="i",
+        is_running=True,
+        is_paused=False,
+        was_out_of_memory=False,
+        exit_code=0,
+        env={"PATH": "/opt/env/bin:/usr/bin:relative:/o dd:/gl*b", "BASH_ENV": "/etc/start"},
+        programs=("/entry.sh", "start-it", "it's"),
+    )
+    script = read_script(state, ["/tests"])
     assert "folders='/opt/env/bin\n/usr/bin\n/usr/local/sbin\n" in script
-    assert "/etc/start'" in script
+    assert "/etc/start\n/entry.sh'" in script
+    assert "\nstart-it'" in script
+    assert "it's" not in script
     assert "/o dd" not in script
     assert "/gl*b" not in script
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)

@@ -87,6 +87,18 @@ async def test_published_weights_are_sampled_from_at_once_and_named_on_every_tok
             assert generation.logprobs.tolist() != pytest.approx(expected(generation, PROMPT, weight + 1), abs=0.1)
 
 
+async def test_a_rollout_keeps_the_weights_it_began_with_as_long_as_they_may_be_stale(kind: str, tmp_path: Path):
+    weights = {1: 2.0, 2: -3.0, 3: 1.0}
+    async with serving(kind, num_versions=2) as (engine, server):
+        for version, weight in weights.items():
+            await engine.publish(write_adapter(tmp_path / str(version), weight), version)
+        assert (engine.version, len(server.adapters)) == (3, 2)
+        for asked, given in ((2, 2), (3, 3), (None, 3), (1, 3)):  # version 1 is gone: the newest
+            generation = await generate(engine, ask(version=asked))
+            assert generation.versions.tolist() == [given] * 6
+            assert generation.logprobs.tolist() == pytest.approx(expected(generation, PROMPT, weights[given]), abs=1e-5)
+
+
 async def test_two_runs_on_one_server_do_not_meet(kind: str, tmp_path: Path):
     async with serving(kind) as (engine, server):
         await engine.publish(write_adapter(tmp_path / "a", 2.0), 1)

@@ -95,6 +95,44 @@ def test_a_seal_that_cannot_be_had_is_refused(kind: str, seal: str):
         check_environment(environment, GatewayConfig(), agent="shell", inside=False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("sandbox", "max_proceses", "did you mean `max_processes`?"),
+        ("docker", "max_proceses", "did you mean `max_processes`?"),
+        ("docker", "keep_container", "did you mean `keep_containers`?"),
+        ("sandbox", "zzz", "known are "),
+        ("docker", "run", "known are "),
+        ("docker", "network_name", ""),
+        ("docker", "seal_level", ""),
+        ("docker", "session_id", ""),
+        ("sandbox", "logger", ""),
+        ("sandbox", "trial_paths", ""),
+        ("docker", "kwargs", ""),
+    ],
+)
+def test_an_option_that_an_environment_does_not_have_or_that_is_not_for_users_is_refused(
+    kind: str, name: str, hint: str
+):
+    environment = EnvironmentConfig(type=kind, kwargs={name: 1})
+    with pytest.raises(UsageError) as caught:
+        check_environment(environment, GatewayConfig(), agent="shell", inside=False)
+    assert caught.value.message == f"`environment.kwargs.{name}` is no option of `{kind}`"
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("sandbox", ("network", "max_processes", "persistent_env")),
+        ("docker", ("network", "max_processes", "keep_containers", "persistent_env", "extra_docker_compose")),
+    ],
+)
+def test_an_environments_own_options_and_those_of_its_bases_are_accepted(kind: str, names: tuple[str, ...]):
+    environment = EnvironmentConfig(type=kind, kwargs=dict.fromkeys(names, 1))
+    check_environment(environment, GatewayConfig(), agent="shell", inside=False)
+
+
 def test_limits_and_network_reach_harbor():
     limits = EnvironmentConfig(cpus=2, memory_mb=512, storage_mb=256, network="public", kwargs={"max_processes": 9})
     environment = sandbox_site(limits).environment

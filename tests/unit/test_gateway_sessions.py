@@ -190,3 +190,26 @@ def test_keys_are_secrets_of_128_bits_that_do_not_show():
     assert one.key != other.key
     assert len(one.key) == 22  # base64 of 16 bytes
     assert one.key not in repr(one)
+
+
+async def test_a_session_asks_for_the_weights_it_began_with():
+    session = open_session(engine := FakeEngine(version=4))
+    await session.submit(Prompt((USER,)), None)
+    engine.version = 5
+    await session.submit(Prompt((Message("user", "something else"),)), None)
+    assert [request.version for request in engine.requests] == [4, 4]
+
+
+async def test_how_long_the_engine_was_away_is_on_the_record():
+    session = open_session(engine := FakeEngine(down_s=10.0))
+    await session.submit(Prompt((USER,)), None)
+    engine.down_s = 35.0
+    assert session.close().engine_down_s == 25.0
+
+
+async def test_an_engine_that_failed_and_came_back_is_no_failure():
+    session = open_session(FakeEngine([RuntimeError("gone"), Said("back")]))
+    with pytest.raises(RefusedError):
+        await session.submit(Prompt((USER,)), None)
+    await session.submit(Prompt((USER,)), None)
+    assert session.close().engine_failure is None

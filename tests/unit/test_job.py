@@ -199,3 +199,30 @@ def test_summaries_are_segments_of_their_own(tmp_path: Path):
     rollout = only(tmp_path)
     assert [shown(segment)[1] for segment in rollout.segments] == [[10], [20]]
     assert (rollout.stats["calls"], rollout.num_sampled) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("whole", "steps", "reward"),
+    [
+        (1.0, [1.0, None], 0.5),  # Harbor's mean leaves out what could not be graded
+        (0.5, [1.0, 0.0], 0.5),
+        (0.0, [1.0, None, 0.0], 0.0),  # the final step's reward, not a mean
+        (None, [None, None], 0.0),
+    ],
+)
+def test_a_step_that_could_not_be_graded_counts_as_zero(
+    tmp_path: Path, whole: float | None, steps: list[float | None], reward: float
+):
+    results = [
+        {
+            "step_name": str(number),
+            "agent_execution": RAN,
+            "verifier_result": None if graded is None else {"rewards": {"reward": graded}},
+            "exception_info": raised("VerifierTimeoutError") if graded is None else None,
+        }
+        for number, graded in enumerate(steps)
+    ]
+    write_trial(tmp_path / "job", "task__a", reward=whole, step_results=results)
+    [rollout] = read_job(tmp_path / "job")
+    assert rollout.reward == reward
+    assert (rollout.failure is not None) == (None in steps)

@@ -1,5 +1,6 @@
 """Tunnels are commands: here, small forwarders on loopback."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -64,3 +65,45 @@ async def test_a_command_that_opens_no_way_to_the_gateway_is_an_error_with_its_w
     with pytest.raises(DockyardError, match="opened no way to the gateway in 2 s"):
         async with open_tunnel(command, gateway.port, patience_s=2):
             pass
+
+
+def ending(folder: Path) -> str:
+    """A tunnel that ends with code 7 as soon as there is a file `end`."""
+    (folder / "forward.py").write_text(FORWARD)
+    wait = f"while [ ! -e {folder}/end ]; do sleep 0.05; done; kill $!; exit 7"
+    return f"{sys.executable} {folder}/forward.py {{port}} & {wait}"
+
+
+async def test_a_tunnel_that_ends_in_the_middle_ends_the_block_with_an_error(gateway: Gateway, tmp_path: Path):
+    async def hold() -> None:
+        async with asyncio.timeout(20), open_tunnel(command, gateway.port):
+            (tmp_path / "end").touch()
+            await asyncio.sleep(600)
+
+    command = ending(tmp_path)
+    with pytest.raises(DockyardError) as caught:
+        await hold()
+    assert caught.value.message == "`gateway.tunnel` ended with code 7 in the middle of the run"
+    assert command in caught.value.hint
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_who_cancels_a_block_whose_tunnel_has_ended_is_heard(gateway: Gateway, tmp_path: Path):
+    async def hold() -> None:
+        async with open_tunnel(ending(tmp_path), gateway.port):
+            (tmp_path / "end").touch()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.set()
+                await asyncio.sleep(5)
+
+    ended = asyncio.Event()
+    holding = asyncio.create_task(hold())
+    async with asyncio.timeout(20):
+        await ended.wait()
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding

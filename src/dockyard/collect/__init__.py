@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from dockyard.config import RunConfig
 from dockyard.engine import Engine
-from dockyard.errors import EngineError
+from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.app import Gateway
 from dockyard.gateway.history import Json
 from dockyard.gateway.render import Renderer
@@ -14,6 +14,7 @@ from dockyard.rollout.agents import MODEL_NAME, check_agent, runs_inside
 from dockyard.rollout.environments import check_environment, open_site, reachable
 from dockyard.rollout.phases import OnChange, Phases
 from dockyard.rollout.pool import Pool
+from dockyard.rollout.site import Site
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir import RunDir
 from dockyard.types import Rollout
@@ -45,11 +46,10 @@ async def open_pool(
     """A pool whose rollouts sample from this engine. `renderer` is None where the engine is a source of text."""
     inside = runs_inside(config.agent)
     async with AsyncExitStack() as stack:
-        site = await stack.enter_async_context(open_site(config.environment, inside=inside))
+        site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run.id))
         gateway = Gateway(engine, renderer, MODEL_NAME)
         stack.push_async_callback(gateway.close)
-        first, *others = site.listen
-        await gateway.start(first, config.gateway.port, also=others)
+        await _listen(gateway, site, config.gateway.port)
         url = await stack.enter_async_context(reachable(gateway, site, config.gateway, inside=inside))
         runner = TrialRunner(
             gateway=gateway,
@@ -64,6 +64,15 @@ async def open_pool(
             seal=config.environment.seal != "off",
         )
         yield Pool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
+
+
+async def _listen(gateway: Gateway, site: Site, port: int) -> None:
+    first, *others = site.listen
+    try:
+        await gateway.start(first, port, also=others)
+    except OSError as error:
+        message = f"`gateway.port` is {port}, where the gateway cannot listen: {error.strerror or error}"
+        raise UsageError(message, hint="`--gateway.port 0` takes a free one") from error
 
 
 def transcriber(renderer: Renderer | None) -> Callable[[Rollout], str]:

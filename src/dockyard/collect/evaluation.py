@@ -86,6 +86,7 @@ def evaluate(run: RunDir, prepared: Prepared, *, split: Split) -> EvalReport:
         temperature=config.sampling.eval_temperature,
         seed=config.seed,
         stream=EVAL,
+        retry_lost=True,
     )
     groups = interrupt.run(gather(run, prepared, order, title=f"{split} tasks"))
     adapter = str(prepared.adapter) if prepared.adapter else None

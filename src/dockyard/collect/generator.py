@@ -14,6 +14,7 @@ from dockyard.collect.policy import find
 from dockyard.collect.quiet import hush
 from dockyard.collect.rollouts import rollout_order
 from dockyard.config import Config, RunConfig
+from dockyard.errors import UsageError
 from dockyard.rollout.job import read_job
 from dockyard.run_dir import Purpose, RunDir
 from dockyard.types import Rollout
@@ -86,6 +87,8 @@ class HarborRolloutGenerator:
         `dataset` is a folder of tasks, or `name@version` in the registry. A rollout without a reward was lost through
         no fault of the policy; its `failure` says how.
         """
+        if n_tasks is not None and n_tasks < 1:
+            raise UsageError(f"`n_tasks` is {n_tasks}, not a whole number from 1", hint="`None` takes every task")
         hush()
         return run_to_end(self._generate(dataset, n_tasks))
 

@@ -8,13 +8,17 @@ command has ended.
 # pyright: reportMissingTypeStubs=false
 
 import asyncio
+import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Self
 
 from harbor import TrialAgentConfig, TrialResult
@@ -33,8 +37,8 @@ _KEY_VARIABLE = "DOCKYARD_ROLLOUT_KEY"
 _STOP_S = 30.0
 """For Harbor to take down what it started."""
 _LAST_WORDS = 2000
-
-
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _UNSEEN = ("max_building", "max_running", "max_verifying")
 
 
@@ -69,10 +73,11 @@ class HarborCliRunner:
         return rollout_of(attempt.place, outcome, recording)
 
     async def _outcome(self, attempt: Attempt, session: AnySession) -> Outcome:
-        job = self.common.trials_dir / attempt.name
-        shutil.rmtree(job, ignore_errors=True)  # of an earlier try
-        job.mkdir(parents=True)
-        file = job / "job.json"
+        folder = self.common.trials_dir / attempt.name
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier try
+        job = folder / f"job-{token_hex(4)}"  # what that one still writes is not read
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{job.name}.json"
         file.write_text(json.dumps(self._job(attempt, job)))
         process = await self._start(file, session.key)
         limit_s = self.common.total_timeout_s(attempt.task)
@@ -95,14 +100,15 @@ class HarborCliRunner:
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,  # Ctrl-C is for us; what it starts is ended with it
+            preexec_fn=_ends_with(os.getpid()) if sys.platform == "linux" else None,
         )
 
     def _job(self, attempt: Attempt, job: Path) -> dict[str, Any]:
         """Harbor's `JobConfig` of one trial."""
         trial = self.common.trial_config(attempt, key=f"${{{_KEY_VARIABLE}}}")
         return {
-            "job_name": "job",
-            "jobs_dir": str(job),
+            "job_name": job.name,
+            "jobs_dir": str(job.parent),
             "n_attempts": 1,
             "n_concurrent_trials": 1,
             "environment_build_timeout_multiplier": trial.environment_build_timeout_multiplier,
@@ -120,12 +126,23 @@ def _written(agent: TrialAgentConfig) -> dict[str, Any]:
 
 def _read(job: Path, said: str, code: int | None) -> Outcome:
     """The one trial's result, or what Harbor said instead of making one."""
-    for trial in (path.parent for path in (job / "job").glob("*/config.json")):
+    for trial in (path.parent for path in job.glob("*/config.json")):
         result = read_result(trial)
         if isinstance(result, TrialResult):
             return outcome_of(result)
     message = f"`harbor run` left no result (exit code {code}): {said.strip()[-_LAST_WORDS:]}"
     return Outcome(exception="HarborRunError", message=message)
+
+
+def _ends_with(parent: int) -> Callable[[], None]:
+    """Has the kernel tell a child to stop when the thread that started it ends, however that comes about."""
+
+    def ask_kernel() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before it was asked
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask_kernel
 
 
 async def _end(process: Process) -> None:

@@ -81,6 +81,7 @@ def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:
         temperature=config.sampling.temperature,
         seed=config.seed,
         stream=ROLLOUTS,
+        retry_lost=True,
     )
 
 

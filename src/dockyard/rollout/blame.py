@@ -39,7 +39,7 @@ CAUSES = (
     Cause(name="docker_unreachable", exceptions=("DockerUnreachableError",), guilt=Guilt.NEVER),
     Cause(name="out_of_memory", exceptions=("MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError")),
     # No space, no file descriptors, a failing disk: environments have errors of their own.
-    Cause(name="host_error", exceptions=("OSError",), guilt=Guilt.NEVER),
+    Cause(name="host_error", exceptions=("OSError", "MemoryError", "BlockingIOError"), guilt=Guilt.NEVER),
     Cause(name="agent_missing", exceptions=("AgentMissingError",), guilt=Guilt.NEVER, retried=False),
     Cause(name="agent_setup_timeout", exceptions=("AgentSetupTimeoutError",), guilt=Guilt.NEVER),
     Cause(name="agent_timeout", exceptions=("AgentTimeoutError",)),

@@ -2,7 +2,6 @@
 
 # pyright: reportMissingTypeStubs=false
 
-import difflib
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from dockyard.config import EnvironmentConfig, GatewayConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.app import Gateway
 from dockyard.rollout import sandbox
+from dockyard.rollout.options import check_options, nearest, options_of
 from dockyard.rollout.sandbox.check import check_sandbox
 from dockyard.rollout.site import Site
 from dockyard.rollout.tunnel import open_tunnel
@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 LOCAL = ("sandbox", "docker")
 """Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""
+_NOT_FOR_USERS = {
+    *("run", "network_name", "seal_level", "logger", "stream", "mounts", "auto_mounts", "auto_mounting"),
+    *("network_policy", "phase_network_policies", "enable_environment_dir_upload"),
+    *("override_cpus", "override_memory_mb", "override_storage_mb"),
+}
+"""Options that we or Harbor set, or for which there are settings."""
 _HOW_TO_REACH = (
     "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
     "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
@@ -34,11 +40,11 @@ def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agen
     """Refuse what cannot run, before anything starts. `inside`: the agent calls the model from the environment."""
     types = ["sandbox", *(kind.value for kind in EnvironmentType)]
     if config.type not in types:
-        near = difflib.get_close_matches(config.type, types, 1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(types)}"
-        raise UsageError(f"`environment.type` is `{config.type}`, which is no environment", hint=hint)
+        message = f"`environment.type` is `{config.type}`, which is no environment"
+        raise UsageError(message, hint=nearest(config.type, types))
     _check_network(config, agent=agent, inside=inside)
     _check_seal(config)
+    _check_kwargs(config)
     _check_way(gateway, agent=agent, inside=inside)
     if config.type not in LOCAL:
         _check_credentials(config.type)
@@ -53,6 +59,22 @@ def _check_seal(config: EnvironmentConfig) -> None:
     if config.seal not in levels:
         message = f"`environment.seal` is `{config.seal}`, which `{config.type}` does not have"
         raise UsageError(message, hint="`--environment.seal standard`")
+
+
+def _check_kwargs(config: EnvironmentConfig) -> None:
+    if config.type in LOCAL and config.kwargs:
+        known = options_of(_class_of(config.type)) - _NOT_FOR_USERS
+        check_options("environment.kwargs", config.kwargs, known, of=config.type)
+
+
+def _class_of(local: str) -> type:
+    if local == "sandbox":
+        from dockyard.rollout.sandbox.environment import SandboxEnvironment
+
+        return SandboxEnvironment
+    from dockyard.rollout.docker.environment import DockerEnvironment
+
+    return DockerEnvironment
 
 
 def _check_way(gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
@@ -99,8 +121,8 @@ def _check_credentials(kind: str) -> None:
 
 
 @asynccontextmanager
-async def open_site(config: EnvironmentConfig, *, inside: bool) -> AsyncGenerator[Site]:
-    """Whatever the environments of a run share, removed with the block."""
+async def open_site(config: EnvironmentConfig, *, inside: bool, run: str | None = None) -> AsyncGenerator[Site]:
+    """Whatever the environments of a run share, removed with the block. `run` is the run's own name, if it has one."""
     match config.type:
         case "sandbox":
             if problem := check_sandbox():
@@ -109,7 +131,7 @@ async def open_site(config: EnvironmentConfig, *, inside: bool) -> AsyncGenerato
         case "docker":
             from dockyard.rollout.docker import docker_site
 
-            async with docker_site(config, inside=inside) as site:
+            async with docker_site(config, inside=inside, run=run) as site:
                 yield site
         case _:
             logger.warning(

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from dockyard.errors import DockyardError
 from dockyard.gateway.ledger import Recording
 from dockyard.rollout.details import num_turns, segments_of
-from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
+from dockyard.rollout.outcome import Place, outcome_of, rollout_of
 from dockyard.tasks import load_tasks
 from dockyard.types import Blame, Failure, Rollout
 
@@ -99,22 +99,7 @@ def _rollout(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
         logger.warning("%s", result.message)
         return Rollout(task=name, kind="", attempt=attempt, segments=(), reward=None, failure=result)
     place = Place(task=name, kind=_kind(result), attempt=attempt)
-    return rollout_of(place, _outcome(result), recording_of(result))
-
-
-def _outcome(result: TrialResult) -> Outcome:
-    """Of several steps, a failure is on the step."""
-    outcome = outcome_of(result)
-    failed = [step.exception_info for step in result.step_results or [] if step.exception_info]
-    if outcome.exception or not failed:
-        return outcome
-    raised = failed[0]
-    return Outcome(
-        reward=outcome.reward,
-        exception=raised.exception_type,
-        message=raised.exception_message,
-        seconds=outcome.seconds,
-    )
+    return rollout_of(place, outcome_of(result), recording_of(result))
 
 
 def _order(trial: Path, result: TrialResult | Failure) -> tuple[str, datetime, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from harbor import TrialResult
+from harbor.models.verifier.result import VerifierResult
 
 from dockyard.gateway.ledger import Recording
 from dockyard.gateway.text_mode import exchange_json
@@ -37,8 +38,7 @@ class Place:
 
 def outcome_of(result: TrialResult) -> Outcome:
     """The part of a result that counts here."""
-    rewards = (result.verifier_result.rewards if result.verifier_result else None) or {}
-    reward = rewards.get("reward", next(iter(rewards.values()), None))
+    reward = _reward(result)
     phases = {
         "environment": result.environment_setup,
         "setup": result.agent_setup,
@@ -46,13 +46,30 @@ def outcome_of(result: TrialResult) -> Outcome:
         "verifier": result.verifier,
     }
     seconds = {name: _seconds(phase.started_at, phase.finished_at) for name, phase in phases.items() if phase}
-    raised = result.exception_info
+    failed = [step.exception_info for step in result.step_results or [] if step.exception_info]
+    raised = result.exception_info or next(iter(failed), None)
     return Outcome(
-        reward=None if reward is None else float(reward),
+        reward=reward,
         exception=raised.exception_type if raised else "",
         message=raised.exception_message if raised else "",
         seconds=seconds | {"total": _seconds(result.started_at, result.finished_at)},
     )
+
+
+def _reward(result: TrialResult) -> float | None:
+    """Of several steps, one that could not be graded counts as 0, where Harbor's mean leaves it out."""
+    reward = _number(result.verifier_result)
+    graded = [number for step in result.step_results or [] if (number := _number(step.verifier_result)) is not None]
+    if reward is None or not graded or len(graded) == len(result.step_results or []):
+        return reward
+    is_mean = math.isclose(reward, sum(graded) / len(graded))
+    return sum(graded) / len(result.step_results or []) if is_mean else reward
+
+
+def _number(graded: VerifierResult | None) -> float | None:
+    rewards = (graded.rewards if graded else None) or {}
+    reward = rewards.get("reward", next(iter(rewards.values()), None))
+    return None if reward is None else float(reward)
 
 
 def _seconds(start: datetime | None, end: datetime | None) -> float:

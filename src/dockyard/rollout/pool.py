@@ -37,6 +37,8 @@ class Order:
     seed: int
     stream: str
     """What the random streams are named after: phases that share it draw the same numbers."""
+    retry_lost: bool = False
+    """Whether to make those again that an earlier run recorded as lost. Training does not: its updates are replayed."""
 
     def attempts(self) -> list[Attempt]:
         return [
@@ -113,7 +115,8 @@ class Pool:
                     f"the run recorded `{item.rollout.task}` in {order.phase}, where it would now attempt other tasks",
                     hint="put the tasks back as they were, or begin another run",
                 )
-            done[item.group, item.rollout.attempt] = item.rollout
+            if item.rollout.reward is not None or not order.retry_lost:
+                done[item.group, item.rollout.attempt] = item.rollout
         return done
 
     async def _persist(self, attempt: Attempt) -> Rollout:

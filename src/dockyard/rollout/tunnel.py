@@ -47,12 +47,37 @@ async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -
                 hint="run it by hand, or open a tunnel yourself and name it by `--gateway.public_url`",
             )
         logger.info("agents reach the gateway at %s", url)
-        yield url
+        async with _alive(process, command):
+            yield url
     finally:
         reading.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+
+
+@asynccontextmanager
+async def _alive(process: asyncio.subprocess.Process, command: str) -> AsyncGenerator[None]:
+    """The block ends with the process, by an error: agents without a way to their model would count as crashed."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancels = task.cancelling()
+
+    async def watch() -> None:
+        await process.wait()
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watching.done() or task.cancelling() > cancels + 1:  # somebody else wants it to end
+            raise
+        message = f"`gateway.tunnel` ended with code {process.returncode} in the middle of the run"
+        raise DockyardError(message, hint=f"run `{command}` by hand; `--resume` continues the run") from None
+    finally:
+        if not watching.cancel():
+            task.uncancel()
 
 
 async def _listen(output: asyncio.StreamReader, heard: list[str]) -> None:

@@ -29,6 +29,8 @@ from harbor.verifier.verifier import (
 
 VERIFIER = "dockyard.rollout.verifier:SealedVerifier"
 """For Harbor's `verifier.import_path`."""
+ABOVE_TESTS = ("/conftest.py", "/pytest.ini", "/.pytest.ini", "/tox.ini", "/setup.cfg", "/pyproject.toml")
+"""What pytest finds on its way up from /tests."""
 GRADED_AGAIN = (
     AddTestsDirError,
     DownloadVerifierDirError,

@@ -1,6 +1,6 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
-config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  run.lock
+config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  run.lock  run.id
 rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
 """
@@ -16,7 +16,9 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -77,7 +79,8 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_OURS = (*_FOLDERS, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+_ID = "run.id"
+_OURS = (*_FOLDERS, _ID, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,14 @@ class RunDir:
             with suppress(OSError):  # the error itself matters more
                 (self.path / _CRASH).write_text("".join(traceback.format_exception(error)))
         self.close()
+
+    @property
+    def id(self) -> str:
+        """A name that no other folder's run has, nor a copy of this one: what bears it is this run's to remove."""
+        file = self.path / _ID
+        if not file.exists():
+            write_atomically(file, token_hex(16).encode())
+        return blake2b(file.read_bytes() + bytes(self.path.resolve()), digest_size=6).hexdigest()
 
     @property
     def trials(self) -> Path:

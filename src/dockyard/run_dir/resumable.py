@@ -27,7 +27,6 @@ RESUMABLE = frozenset(
         "rollout.verifier_timeout_s",
         "rollout.total_timeout_s",
         "rollout.retries",
-        "rollout.max_staleness",
         "rollout.max_lost_share",
         "trainer.micro_batch_tokens",
         "trainer.save_every",

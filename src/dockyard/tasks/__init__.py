@@ -18,7 +18,7 @@ def load_tasks(folder: Path) -> list[Task]:
         raise DockyardError(f"`{folder}` is not a folder of tasks", hint="`dockyard tasks demo DIR` writes some")
     inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     paths = [folder] if (folder / "task.toml").exists() else inside
-    broken = [f"`{path}` has no `{name}`" for path in paths for name in _NEEDED if not (path / name).is_file()]
+    broken = [f"`{path}` has no `{name}`" for path in paths for name in _needed(path) if not (path / name).is_file()]
     if broken:
         shown = "; ".join(broken[:5]) + (f"; and {len(broken) - 5} more" if len(broken) > 5 else "")
         raise DockyardError(shown, hint="a Harbor task has `task.toml`, `instruction.md` and `tests/test.sh`")
@@ -27,13 +27,28 @@ def load_tasks(folder: Path) -> list[Task]:
     return [_read(path) for path in paths]
 
 
-def _read(path: Path) -> Task:
+def _needed(path: Path) -> list[str]:
+    """A task of several steps has an instruction for each, and tests for each or for all."""
+    if not (path / "task.toml").is_file():
+        return list(_NEEDED)
+    steps = [f"steps/{step.get('name')}" for step in _settings(path).get("steps", [])]
+    if not steps:
+        return list(_NEEDED)
+    shared = (path / "tests/test.sh").is_file()
+    return [f"{step}/{name}" for step in steps for name in _NEEDED[1:] if not (shared and name == "tests/test.sh")]
+
+
+def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = tomllib.loads((path / "task.toml").read_text())
+        return tomllib.loads((path / "task.toml").read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DockyardError(
             f"`{path / 'task.toml'}` is not valid TOML: {error}", hint="mend it, then try again"
         ) from None
+
+
+def _read(path: Path) -> Task:
+    settings = _settings(path)
     return Task(
         name=path.name,
         path=path,

@@ -5,7 +5,6 @@ Wiring is data (`table.py`). A name that cannot work is refused before anything 
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
-import difflib
 import logging
 from typing import Any
 
@@ -17,6 +16,7 @@ from dockyard.rollout.agents import preinstalled
 from dockyard.rollout.agents.rows import agent_names, canonical, class_of, imported, is_custom, row_of
 from dockyard.rollout.agents.table import OTHER_NAMES, ROWS, Dialect, Row
 from dockyard.rollout.agents.wiring import MODEL_NAME, Endpoint, wire
+from dockyard.rollout.options import check_options, nearest, options_of
 from dockyard.rollout.shell import ShellAgent
 
 __all__ = ["MODEL_NAME", "Endpoint", "agent_config", "check_agent", "runs_inside"]
@@ -84,7 +84,7 @@ def _usable_row(name: str) -> Row:
     if is_custom(name):
         _check_import(name)
     elif name not in known and not name.startswith("acp:"):
-        raise UsageError(f"`agent.name` is `{name}`, which is no agent", hint=_nearest(name, known))
+        raise UsageError(f"`agent.name` is `{name}`, which is no agent", hint=nearest(name, known))
     row = row_of(name)
     if row.refusal:
         message = f"`agent.name` is `{name}`, which cannot be trained: {row.refusal}"
@@ -93,7 +93,9 @@ def _usable_row(name: str) -> Row:
 
 
 def _check_kwargs(config: AgentConfig, row: Row) -> None:
-    """Harbor's own check of an agent's options, made before the first rollout."""
+    """Harbor's own check of an agent's options, made before the first rollout. It knows nothing of ours."""
+    if config.name == "shell":
+        check_options("agent.kwargs", config.kwargs, options_of(ShellAgent) - options_of(BaseAgent), of="shell")
     wired = wire(row, Endpoint(root_url="http://gateway", key=""))
     try:
         class_of(config.name).parse_options({**wired.kwargs, **_own_kwargs(config, row)}, {**row.env, **config.env})
@@ -113,8 +115,3 @@ def _check_import(path: str) -> None:
     if not (isinstance(found, type) and issubclass(found, BaseAgent)):
         message = f"`agent.name` is `{path}`, but `{name}` is no class derived from Harbor's `BaseAgent`"
         raise UsageError(message, hint="`from harbor import BaseAgent`")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"

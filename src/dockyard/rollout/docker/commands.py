@@ -4,6 +4,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from secrets import token_hex
@@ -27,7 +28,12 @@ for round in 1 2; do
   done
 done
 """
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_CLIENT = re.compile(
+    r"PATH|HOME|USER|PWD|TMPDIR|TZ|ZONEINFO|LOCALDOMAIN|RES_OPTIONS|HOSTALIASES|REQUEST_METHOD"
+    r"|(DOCKER|BUILDX|BUILDKIT|COMPOSE|LD|GLIBC|MALLOC|SSL|XDG|OTEL)_.*|SSH_(AUTH_SOCK|ASKPASS.*)|GO[A-Z]+|.*_PROXY",
+    re.IGNORECASE,
+)
+"""What the docker client, Go's library or the loader reads: set for a command, it must not be set for the client."""
 _ENGINE_SAYS = ("Error response from daemon", "Cannot connect to the Docker daemon")
 
 
@@ -46,13 +52,13 @@ async def run(
     args = ["exec", "--env", mark]
     args += ["--workdir", cwd] if cwd else []
     args += ["--user", str(user)] if user is not None else []
-    secrets = {key: value for key, value in env.items() if _is_secret(key)}  # not shown to whoever lists processes
-    args += [arg for key, value in env.items() for arg in ("--env", key if key in secrets else f"{key}={value}")]
+    by_name = {key: value for key, value in env.items() if not _CLIENT.fullmatch(key)}  # values are in no process list
+    args += [arg for key, value in env.items() for arg in ("--env", key if key in by_name else f"{key}={value}")]
     stdout, stderr = Output(), Output()
     try:
         done = await docker(
             *(*args, container, "bash", "-c", command),
-            env={**os.environ, **secrets},
+            env={**os.environ, **by_name},
             stdout=stdout,
             stderr=stderr,
             timeout_s=timeout_s,
@@ -71,10 +77,6 @@ async def run(
     if on_output is not None:
         await _tell(on_output, result)
     return result
-
-
-def _is_secret(name: str) -> bool:
-    return not name.startswith("DOCKER_") and any(word in name.upper() for word in _SECRET)
 
 
 async def _tell(on_output: OutputCallback, result: ExecResult) -> None:

@@ -85,12 +85,22 @@ async def ask(*args: str, stdin: bytes | None = None) -> str:
     try:
         done = await docker(*args, stdin=stdin, timeout_s=ANSWER_WITHIN_S)
     except TimeoutError:
-        raise DockerUnreachableError(f"`docker {args[0]}` had no answer after {ANSWER_WITHIN_S:g} s") from None
+        await _require_answer()  # what takes long may be the doing of an agent, with a million files
+        raise DockerError(f"`docker {args[0]}` was not done after {ANSWER_WITHIN_S:g} s") from None
     if done.is_unreachable:
         raise DockerUnreachableError(short(done.stderr))
     if done.code != 0:
         raise DockerError(f"`docker {args[0]}`: {short(done.stderr) or f'return code {done.code}'}")
     return done.stdout.strip()
+
+
+async def _require_answer() -> None:
+    try:
+        done = await docker("version", timeout_s=_END_WITHIN_S)
+    except TimeoutError:
+        raise DockerUnreachableError(f"`docker version` had no answer after {_END_WITHIN_S:g} s") from None
+    if done.code != 0:
+        raise DockerUnreachableError(short(done.stderr))
 
 
 def short(text: str, num_lines: int = 1) -> str:

@@ -12,7 +12,7 @@ from dockyard.rollout.docker.engine import docker, short
 from dockyard.rollout.faults import DockerUnreachableError
 from dockyard.rollout.sandbox import transfer
 
-MAX_DOWNLOAD_BYTES = 1 << 30
+MAX_DOWNLOAD_BYTES = 256 << 20
 TRANSFER_TIMEOUT_S = 600
 
 

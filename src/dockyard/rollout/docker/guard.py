@@ -35,6 +35,12 @@ fail() { echo "$1" >&2; exit 1; }
 # The time of the last change of a file cannot be set by anyone: what has the image's was never touched.
 marks() { (cd "$1" && shift && stat -c '%n %Z %s %f' -- "$@" 2>/dev/null); }
 is_there() { [ -e "$1" ] || [ -L "$1" ]; }
+empty() {
+  if command -v find >/dev/null; then find "$1" -mindepth 1 -delete; return; fi
+  set +f
+  rm -rf -- "$1"/* "$1"/.[!.]* "$1"/..?*
+  set -f
+}
 copied=
 follow() {
   set -- "$1" "$1"
@@ -63,7 +69,7 @@ for place in $parents; do
 done
 
 for folder in $private; do
-  mkdir -p -- "$root$folder" && find "$root$folder" -mindepth 1 -delete || fail "$folder cannot be emptied"
+  mkdir -p -- "$root$folder" && empty "$root$folder" || fail "$folder cannot be emptied"
   if [ -d "$folder" ]; then cp -a -- "$folder/." "$root$folder/" || fail "$folder cannot be restored"; fi
 done
 chmod 777 "$root/logs/verifier"
@@ -72,7 +78,7 @@ known=
 for folder in $folders; do
   for tool in $tools; do
     set +f
-    for path in $folder/$tool; do
+    for path in $folder/$tool ${new:+$root$folder/$tool}; do
       set -f
       if is_there "$path"; then known="$known${path##*/}$IFS"; fi
     done
@@ -134,6 +140,8 @@ class State:
     was_out_of_memory: bool
     exit_code: int
     env: dict[str, str]
+    programs: tuple[str, ...]
+    """What the engine itself runs in it: entrypoint, command, health check."""
 
 
 async def read_state(container: str) -> State:
@@ -141,8 +149,10 @@ async def read_state(container: str) -> State:
         facts: dict[str, Any] = json.loads(await ask("container", "inspect", container))[0]
     except DockerError as error:
         raise SandboxDiedError(f"the container is gone: {error}") from None
-    state = facts["State"]
-    env: list[str] = facts["Config"]["Env"] or []
+    state, config = facts["State"], facts["Config"]
+    env: list[str] = config["Env"] or []
+    check: dict[str, Any] = config.get("Healthcheck") or {}
+    lines: list[str] = [*(config["Entrypoint"] or []), *(config["Cmd"] or []), *(check.get("Test") or [])]
     return State(
         image=facts["Image"],
         is_running=state["Running"],
@@ -150,6 +160,7 @@ async def read_state(container: str) -> State:
         was_out_of_memory=state["OOMKilled"],
         exit_code=state["ExitCode"],
         env={name: value for name, _, value in (item.partition("=") for item in env)},
+        programs=tuple(word for line in lines for word in line.split()),
     )
 
 
@@ -175,7 +186,7 @@ async def seal(
     try:
         await _freeze(container, state)
         changed = await _changed(container) if level == "strict" else []
-        script = read_script(state.env, private, level, changed)
+        script = read_script(state, private, level, changed)
         said = await ask("run", "--rm", *labels, *_guard_args(container), state.image, "-s", stdin=script.encode())
         await ask("kill", container)
         await ask("wait", container)
@@ -213,12 +224,11 @@ async def _changed(container: str) -> list[str]:
     return [path for path in paths if _LIBRARY.match(path) and _is_plain(path)]
 
 
-def read_script(
-    env: dict[str, str], private: Iterable[str], level: Seal = "standard", changed: Iterable[str] = ()
-) -> str:
+def read_script(state: State, private: Iterable[str], level: Seal = "standard", changed: Iterable[str] = ()) -> str:
     """What the guard runs. `changed` are further files to put back."""
+    env = state.env
     folders = list(dict.fromkeys([*filter(_is_plain, env.get("PATH", "").split(":")), *PATH]))
-    files = [*FILES, *filter(_is_plain, [env.get("BASH_ENV", ""), env.get("ENV", "")])]
+    files = [*FILES, *filter(_is_plain, [env.get("BASH_ENV", ""), env.get("ENV", ""), *state.programs])]
     if level == "strict":
         files += [*MORE_FILES, *changed]
     if level == "processes":
@@ -227,7 +237,8 @@ def read_script(
         "parents": sorted({parent for place in (*folders, *files, *private) for parent in parents(place)}),
         "private": private,
         "folders": folders,
-        "tools": TOOLS,
+        "tools": (*TOOLS, *(word for word in state.programs if _is_plain(f"/{word}") and "/" not in word)),
+        "new": ["yes"] if level == "strict" else [],
         "files": files,
     }
     return "\n".join(f"{name}='{'\n'.join(words)}'" for name, words in values.items()) + _CLEAN

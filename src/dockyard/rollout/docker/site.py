@@ -26,15 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def docker_site(config: EnvironmentConfig, *, inside: bool) -> AsyncGenerator[Site]:
-    """Everything that the run's containers need; nothing of it is left when the block ends."""
+async def docker_site(config: EnvironmentConfig, *, inside: bool, run: str | None = None) -> AsyncGenerator[Site]:
+    """Everything that the run's containers need; nothing of it is left when the block ends.
+
+    `run` names a run that no other process can have open: what bears its name is of an earlier, killed one.
+    """
     if inside and config.network == "none":
         message = "`environment.network` is `none`, but the agent calls the model from inside the environment"
         raise UsageError(message, hint="`--environment.network gateway` lets it reach the gateway and nothing else")
     await check_docker()
     if leftovers := await remove_leftovers():
         logger.info("removed what an earlier run left behind: %s", leftovers)
-    run = token_hex(4)
+    if run and (leftovers := await remove_run(run)):
+        logger.info("removed what this run left behind when it was killed: %s", leftovers)
+    run = run or token_hex(4)
     async with run_network(config.network, run) as network:
         try:
             yield _site(config, run, network)

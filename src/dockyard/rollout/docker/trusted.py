@@ -6,6 +6,8 @@ the image has is restored, what it lacks is removed. A task whose honest solutio
 `processes`; one that must not trust packages either for `strict`, or for a separate verifier.
 """
 
+from dockyard.rollout.verifier import ABOVE_TESTS
+
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """Besides the folders of the image's own PATH."""
 
@@ -69,8 +71,18 @@ _PYTHON = tuple(
     for folder in ("", "dist-packages/", "site-packages/")
     for name in ("sitecustomize", "usercustomize")
 )
-FILES = (*_SYSTEM, *_HOME, *_PYTHON, *_LOADER)
+FILES = (*_SYSTEM, *_HOME, *_PYTHON, *_LOADER, *ABOVE_TESTS)
 MORE_FILES = (
+    "/etc/apt/apt.conf",
+    "/etc/apt/apt.conf.d/*",
+    "/etc/gitconfig",
+    "/etc/npmrc",
+    "/etc/uv/uv.toml",
+    "/root/.gitconfig",
+    "/root/.config/git/config",
+    "/root/.npmrc",
+    "/home/*/.gitconfig",
+    "/home/*/.npmrc",
     "/etc/ld.so.cache",
     "/etc/ld.so.conf",
     "/etc/ld.so.conf.d/*",
@@ -82,5 +94,5 @@ MORE_FILES = (
         for folder in ("", "dist-packages/", "site-packages/")
     ),
 )
-"""Only by `strict`, together with every library and module that the agent changed: honest work changes these too, by
-`pip install --editable`, an upgrade of a package, or `make install` and `ldconfig`."""
+"""Only by `strict`, together with every library and module that the agent changed, and with every name of TOOLS that
+the image lacks: honest work changes these too, by `pip install`, `git config`, or `make install` and `ldconfig`."""

@@ -43,7 +43,15 @@ ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
 }
-LOADER = "import marshal, os, sys; exec(marshal.loads(os.read({code}, 1 << 20)))"
+ERRANDS = "dockyard.rollout.sandbox.errands"
+LOADER = f"""
+import marshal, os, sys
+errands, server = marshal.loads(os.read({{code}}, 1 << 20))
+sys.modules["{ERRANDS}"] = module = type(sys)("{ERRANDS}")
+exec(errands, vars(module))
+exec(server)
+"""
+"""Found among the loaded modules, `errands` can be imported in there under the name it has here."""
 _starts = itertools.count()
 
 
@@ -191,8 +199,8 @@ def _python() -> str:
 @cache
 def _server_code() -> bytes:
     """Compiled here, for the same interpreter there."""
-    source = Path(__file__).with_name("server.py").read_text()
-    return marshal.dumps(compile(source, "server.py", "exec"))
+    folder = Path(__file__).parent
+    return marshal.dumps([compile((folder / name).read_text(), name, "exec") for name in ("errands.py", "server.py")])
 
 
 def _readable(data: bytes) -> int:

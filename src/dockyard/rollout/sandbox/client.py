@@ -7,12 +7,16 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from dockyard.rollout.faults import SandboxDiedError
 from dockyard.rollout.output import Sink
 from dockyard.rollout.sandbox.bwrap import prepare_launch
+from dockyard.rollout.sandbox.errands import ErrandError
 
 KILLED = 137
+DONE = b"done"
+MAX_ANSWER_BYTES = 1 << 16
 PIPE_CAPACITY = 1 << 20
 """The most a process may have left in a pipe."""
 KILL_PATIENCE_S = 5.0
@@ -35,8 +39,7 @@ class Command:
     """Of private memory in each process."""
 
     def encode(self) -> bytes:
-        body = marshal.dumps((list(self.argv), self.cwd, self.env, self.max_processes, self.max_memory_bytes))
-        return len(body).to_bytes(4, "big") + body
+        return _encode((list(self.argv), self.cwd, self.env, self.max_processes, self.max_memory_bytes))
 
 
 class Sandbox:
@@ -96,13 +99,23 @@ class Sandbox:
             flush_err()
             return int.from_bytes(reply, "big") if reply else self._code_without_reply()
 
+    async def errand(self, name: str, *args: object, stream: int | None = None, timeout_s: float | None = None) -> None:
+        """Have the server itself do one of `ERRANDS`. ErrandError says why it could not."""
+        with ExitStack() as stack:
+            control = await self._open(stack, b"errand", *(() if stream is None else (stream,)))
+            async with asyncio.timeout(timeout_s):
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    await asyncio.get_running_loop().sock_sendall(control, _encode((name, list(args))))
+                answer = await _receive(control, MAX_ANSWER_BYTES)
+        if not answer:
+            raise ErrandError(f"return code {self._code_without_reply()}")
+        if answer != DONE:
+            raise ErrandError(answer.decode(errors="replace"))
+
     async def kill_all(self) -> None:
         """Every process inside but the server."""
-        control, theirs = socket.socketpair()
-        with control:
-            control.setblocking(False)
-            with theirs:
-                await self._send(b"kill", [theirs.fileno()])
+        with ExitStack() as stack:
+            control = await self._open(stack, b"kill")
             if not await _receive(control):
                 raise SandboxDiedError("the sandbox ended")
 
@@ -115,6 +128,14 @@ class Sandbox:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+    async def _open(self, stack: ExitStack, message: bytes, *fds: int) -> socket.socket:
+        """Make a request; its answer comes over the socket."""
+        control, theirs = socket.socketpair()
+        stack.enter_context(control).setblocking(False)
+        with theirs:
+            await self._send(message, [theirs.fileno(), *fds])
+        return control
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
         while True:
@@ -154,9 +175,14 @@ async def _spawn(server_socket: int, errors: int, *, storage_bytes: int, network
         )
 
 
-async def _receive(control: socket.socket) -> bytes:
+def _encode(request: tuple[Any, ...]) -> bytes:
+    body = marshal.dumps(request)
+    return len(body).to_bytes(4, "big") + body
+
+
+async def _receive(control: socket.socket, at_most: int = 4) -> bytes:
     with suppress(ConnectionResetError):
-        return await asyncio.get_running_loop().sock_recv(control, 4)
+        return await asyncio.get_running_loop().sock_recv(control, at_most)
     return b""
 
 

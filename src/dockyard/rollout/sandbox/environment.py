@@ -8,8 +8,7 @@ which are memory; `memory_mb` bounds the private memory of each process; `cpus` 
 # pyright: reportMissingTypeStubs=false
 
 import asyncio
-import os
-import tempfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, override
 
@@ -18,12 +17,14 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import COMPOSE_FILE_NAME, DOCKERFILE_NAME
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.output import Output, Sink
+from dockyard.rollout.output import Output
 from dockyard.rollout.sandbox import transfer
 from dockyard.rollout.sandbox.bwrap import is_below
 from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, Image, read_image
-from dockyard.rollout.sandbox.transfer import Download, Entry
+from dockyard.rollout.sandbox.errands import ErrandError
+from dockyard.rollout.sandbox.transfer import Entry, Stream
+from dockyard.rollout.verifier import ABOVE_TESTS
 
 DEFAULT_STORAGE_MB = 1024
 DEFAULT_MEMORY_MB = 4096
@@ -39,13 +40,7 @@ BASE_ENV = {
     "USER": "root",
 }
 WIPED = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root", "/tests", "/logs/verifier")
-WIPE = """
-for folder; do
-  if [ -L "$folder" ] || [ ! -d "$folder" ]; then rm -rf -- "$folder" && mkdir -p -- "$folder"; fi
-done
-find "$@" -mindepth 1 -delete 2>/dev/null || { chmod -R u+rwx -- "$@" && find "$@" -mindepth 1 -delete; } || exit
-chmod 1777 /tmp /var/tmp /dev/shm
-"""
+OPEN = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class SandboxEnvironment(BaseEnvironment):
@@ -91,7 +86,7 @@ class SandboxEnvironment(BaseEnvironment):
         try:
             await self._place(self._image.entries)
             if self._workdir != DEFAULT_WORKDIR:
-                await self._run_script('mkdir -p -- "$1"', self._workdir)
+                await self._errand("make_folder", self._workdir)
             await self._upload_environment_dir_after_start()
         except RuntimeError as error:
             await self.stop(delete=True)
@@ -131,26 +126,20 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        source = Path(source_path)
-        fd = await asyncio.to_thread(transfer.pack_file, source)
-        await self._run_script(transfer.WRITE_FILE, target_path, source.name, transfer.permissions(source), stdin=fd)
+        await self._send("write_file", target_path, transfer.pack_file, Path(source_path))
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._unpack_inside(transfer.contents(Path(source_dir)), target_dir)
+        await self._send("write_folder", target_dir, transfer.pack_contents, Path(source_dir))
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        with tempfile.TemporaryFile() as file:
-            await self._fetch(transfer.READ_FILE, source_path, Download(file, self._storage_bytes))
-            await asyncio.to_thread(transfer.save, file, Path(target_path))
+        await self._fetch("read_file", source_path, transfer.unpack_record, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Regular files and folders; links are left out."""
-        with tempfile.TemporaryFile() as file:
-            await self._fetch(transfer.READ_FOLDER, source_dir, Download(file, self._storage_bytes))
-            await asyncio.to_thread(transfer.unpack, file, Path(target_dir))
+        await self._fetch("read_folder", source_dir, transfer.unpack_records, Path(target_dir))
 
     async def seal(self) -> None:
         """End every process of the agent and empty the places where it could have left a trap for the tests.
@@ -159,7 +148,8 @@ class SandboxEnvironment(BaseEnvironment):
         """
         await self._running().kill_all()
         wiped = [folder for folder in WIPED if not is_below(self._workdir, [folder])]
-        await self._run_script(WIPE, *wiped)
+        gone = [] if self._workdir == "/" else list(ABOVE_TESTS)
+        await self._errand("wipe", wiped, list(OPEN), gone)
         await self._place([entry for entry in self._image.entries if is_below(entry.target, wiped)])
 
     @property
@@ -193,33 +183,23 @@ class SandboxEnvironment(BaseEnvironment):
 
     async def _place(self, entries: list[Entry]) -> None:
         if entries:
-            await self._unpack_inside(entries, "/")
+            await self._send("write_folder", "/", transfer.pack, entries)
 
-    async def _unpack_inside(self, entries: list[Entry], target: str) -> None:
-        fd = await asyncio.to_thread(transfer.pack, entries)
-        await self._run_script(transfer.WRITE_FOLDER, target, stdin=fd)
+    async def _send[S](self, errand: str, target: str, pack: Callable[[S], Stream], source: S) -> None:
+        stream = await asyncio.to_thread(pack, source)
+        await self._errand(errand, target, stream=stream)
 
-    async def _fetch(self, script: str, source: str, download: Download) -> None:
-        await self._run_script(script, source, str(download.max_bytes), stdout=download)
-        if download.is_full:
-            raise RuntimeError(f"`{source}` is larger than the sandbox's {download.max_bytes >> 20} MB of storage")
+    async def _fetch(self, errand: str, source: str, unpack: Callable[[Stream, Path], None], target: Path) -> None:
+        stream = Stream.with_room_for(self._storage_bytes)
+        await self._errand(errand, source, self._storage_bytes, stream=stream)
+        await asyncio.to_thread(unpack, stream, target)
 
-    async def _run_script(self, script: str, *args: str, stdin: int | None = None, stdout: Sink | None = None) -> None:
-        """For our own errands: without the agent's limits and variables. `stdin` is closed."""
-        argv = ("/bin/bash", "-o", "pipefail", "-c", script, "sandbox", *args)
-        errors = Output()
+    async def _errand(self, name: str, place: str | list[str], *args: object, stream: Stream | None = None) -> None:
+        where = f"`{place if isinstance(place, str) else ' '.join(place)}` in the sandbox"
+        fd = None if stream is None else stream.fd
         try:
-            code = await self._running().run(
-                Command(argv=argv, cwd="/", env=BASE_ENV),
-                stdin=stdin,
-                stdout=stdout or errors,
-                stderr=errors,
-                timeout_s=TRANSFER_TIMEOUT_S,
-            )
+            await self._running().errand(name, place, *args, stream=fd, timeout_s=TRANSFER_TIMEOUT_S)
         except TimeoutError:
-            raise RuntimeError(f"`{args[0]}` in the sandbox: not done after {TRANSFER_TIMEOUT_S} s") from None
-        finally:
-            if stdin is not None:
-                os.close(stdin)
-        if code != 0:
-            raise RuntimeError(f"`{args[0]}` in the sandbox: {errors.text().strip() or f'return code {code}'}")
+            raise RuntimeError(f"{where}: not done after {TRANSFER_TIMEOUT_S} s") from None
+        except ErrandError as error:
+            raise RuntimeError(f"{where}: {error}") from None

@@ -1,27 +1,37 @@
 """PID 1 of a sandbox: starts commands for the driver. Runs inside, on the standard library alone.
 
 One message on the socket is one request. `run` carries six file descriptors: control, stdin, stdout, stderr, and the
-read ends of the last two; `kill` carries control alone. The reply comes over control, as soon as the command itself
-has ended: what it left in the background lives on. Closing control before that kills everything the command started.
+read ends of the last two; `errand` carries control and, if files are to move, their stream; `kill` carries control
+alone. The reply comes over control, as soon as the command itself has ended: what it left in the background lives on.
+Closing control before that kills everything the command started.
 """
 
-# `socket`, `signal` and `typing` would double the start-up time: hence `_socket`, signalfd and no fancy annotations.
+# `socket`, `ctypes`, `signal` and `typing` would double the start-up time: hence the modules beneath them, signalfd and
+# no fancy annotations.
+import _ctypes
 import _socket
-import ctypes
 import marshal
 import os
 import resource
 import select
 import sys
 
-libc = ctypes.CDLL(None)
+from dockyard.rollout.sandbox.errands import ERRANDS
+
+LIBC = _ctypes.dlopen(None, 0)  # pyright: ignore[reportArgumentType]
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 SIGKILL, SIGPIPE, SIGCHLD, SIGXFSZ = 9, 13, 17, 25
 SIG_DFL, SIG_IGN = 0, 1
 SIG_BLOCK, SIG_UNBLOCK = 0, 1
-SIGNAL_MASK = (ctypes.c_ulong * 16)(1 << (SIGCHLD - 1))
+SIGNAL_MASK = (1 << (SIGCHLD - 1)).to_bytes(128, sys.byteorder)
+MAX_ANSWER = 4096
 
 type Request = tuple[list[str], str, dict[str, str], int, int]
+
+
+def call(function: str, *args: int | bytes | None) -> int:
+    """Of the C library."""
+    return _ctypes.call_function(_ctypes.dlsym(LIBC, function), args)
 
 
 def serve(requests: _socket.socket) -> None:
@@ -31,6 +41,10 @@ def serve(requests: _socket.socket) -> None:
         if message == b"run" and os.fork() == 0:
             requests.close()
             supervise(_socket.socket(fileno=fds[0]), fds[1:4], fds[4:])
+            os._exit(0)
+        if message == b"errand" and os.fork() == 0:
+            requests.close()
+            run_errand(_socket.socket(fileno=fds[0]), fds[1:])
             os._exit(0)
         if message == b"kill":
             kill_everything()
@@ -57,11 +71,11 @@ def kill_everything() -> None:
 
 def supervise(control: _socket.socket, stdio: list[int], outputs: list[int]) -> None:
     """Run one command, report its return code, and kill its whole tree if the driver hangs up first."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the tree become ours, so none is lost
-    libc.signal(SIGCHLD, SIG_DFL)
-    libc.sigprocmask(SIG_BLOCK, SIGNAL_MASK, None)
-    exits = libc.signalfd(-1, SIGNAL_MASK, os.O_CLOEXEC)
-    request = read_request(control)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the tree become ours, so none is lost
+    call("signal", SIGCHLD, SIG_DFL)
+    call("sigprocmask", SIG_BLOCK, SIGNAL_MASK, None)
+    exits = call("signalfd", -1, SIGNAL_MASK, os.O_CLOEXEC)
+    request: Request | None = read_request(control)
     if request is None:
         return
     child = os.fork()
@@ -81,7 +95,25 @@ def supervise(control: _socket.socket, stdio: list[int], outputs: list[int]) -> 
     drain(outputs, exits)
 
 
-def read_request(control: _socket.socket) -> Request | None:
+def run_errand(control: _socket.socket, streams: list[int]) -> None:
+    """Answer `done`, or why not. A driver that is gone reads no answer: nothing here waits for it."""
+    os.umask(0o022)
+    request: tuple[str, list[object]] | None = read_request(control)
+    if request is None:
+        return
+    name, args = request
+    try:
+        ERRANDS[name](*streams, *args)
+        answer = "done"
+    except Exception as error:  # whatever it is, the driver is to know
+        answer = str(error)[:MAX_ANSWER] or type(error).__name__
+    try:
+        control.sendall(os.fsencode(answer))
+    except OSError:
+        return
+
+
+def read_request(control: _socket.socket):  # a tuple, as the driver made it
     size = int.from_bytes(read_exactly(control, 4), "big")
     body = read_exactly(control, size)
     return marshal.loads(body) if size and len(body) == size else None
@@ -103,15 +135,15 @@ def execute(request: Request, stdio: list[int]) -> None:
         for target, fd in enumerate(stdio):
             os.dup2(fd, target)
         for signal in (SIGPIPE, SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec
-            libc.signal(signal, SIG_DFL)
-        libc.sigprocmask(SIG_UNBLOCK, SIGNAL_MASK, None)
+            call("signal", signal, SIG_DFL)
+        call("sigprocmask", SIG_UNBLOCK, SIGNAL_MASK, None)
         os.chdir(cwd)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if max_processes:
             resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
         if max_memory:  # not RLIMIT_AS: node and java reserve far more than they use
             resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
-        os.execve(argv[0], argv, env)
+        os.execve(argv[0], [os.path.basename(argv[0]), *argv[1:]], env)  # bash names itself in its errors
     except (OSError, ValueError) as error:
         os.write(2, f"sandbox: {error}\n".encode())
     os._exit(126)
@@ -209,8 +241,8 @@ def prepare(keep: int) -> None:
     os.set_inheritable(keep, False)
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace; /proc/1/{mem,environ,fd} are closed
-    libc.signal(SIGCHLD, SIG_IGN)  # the kernel reaps
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace; /proc/1/{mem,environ,fd} are closed
+    call("signal", SIGCHLD, SIG_IGN)  # the kernel reaps
 
 
 if __name__ == "__main__":

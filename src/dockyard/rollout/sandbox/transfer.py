@@ -1,29 +1,59 @@
-"""Files into and out of a sandbox, as tar archives that are packed and unpacked on the two sides.
+"""Files into and out of a sandbox, and out of a container: packed on one side, unpacked on the other.
 
 Never by path from outside: the host would follow links that the agent made. Links are dropped on the way out, because
-Harbor reads downloaded paths on the host.
+Harbor reads downloaded paths on the host. A sandbox speaks the records of `errands`, a container tar.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-WRITE_FILE = """
-if [ -d "$1" ]; then set -- "$1/$2" "$2" "$3"; fi
-mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod -- "$3" "$1"
-"""
-READ_FILE = """
-[ -f "$1" ] || { echo "not a file: $1" >&2; exit 1; }
-cat -- "$1" | head -c "$2" || [ $? = 141 ]
-"""
-WRITE_FOLDER = 'mkdir -p -- "$1" && exec tar -xf - -C "$1"'
-READ_FOLDER = 'tar -cf - --hard-dereference --ignore-failed-read -C "$1" . | head -c "$2" || [ $? = 141 ]'
-"""141: cut off by `head`, which the size of what arrived will tell."""
+from dockyard.rollout.sandbox import errands
+
+PATH_MAX = 4096
+SPARE_BYTES = 1 << 14
+"""The sandbox sees that there is no room left after at most one more header, name, and end."""
+
+
+class Stream:
+    """Records in memory. Closed with the last reference: a thread may still be at it when its caller is cancelled."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    @classmethod
+    def with_room_for(cls, max_bytes: int) -> "Stream":
+        """For the sandbox to write to. The kernel sees to it that it does not grow further."""
+        stream = cls()
+        os.ftruncate(stream.fd, max_bytes + SPARE_BYTES)
+        return stream._seal(fcntl.F_SEAL_GROW)
+
+    def finish(self) -> "Stream":
+        """For the sandbox to read. Nobody can change it any more."""
+        errands.append_end(self.fd)
+        return self._seal(fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
+
+    def records(self) -> Iterator[errands.Record]:
+        """Whose contents can be read until the next is asked for."""
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        while record := errands.next_record(self.fd):
+            end = os.lseek(self.fd, 0, os.SEEK_CUR) + record.size
+            yield record
+            os.lseek(self.fd, end, os.SEEK_SET)
+
+    def _seal(self, seals: int) -> "Stream":
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,42 +85,82 @@ class Download:
         return self.is_full  # a file with holes may claim to be of any size
 
 
-def contents(folder: Path) -> list[Entry]:
+def pack(entries: Iterable[Entry]) -> Stream:
+    """Targets are relative to where it is unpacked."""
+    stream = Stream()
+    for entry in entries:
+        _append(stream, entry.source, entry.target.lstrip("/"), entry.mode)
+    return stream.finish()
+
+
+def pack_contents(folder: Path) -> Stream:
     """What is in the folder, without the folder itself, whose permissions must not reach the target's."""
-    return [Entry(source=child, target=child.name) for child in sorted(folder.iterdir())]
+    return pack(Entry(source=child, target=child.name) for child in sorted(folder.iterdir()))
 
 
-def permissions(source: Path) -> str:
-    return format(source.stat().st_mode & 0o777, "o")
+def pack_file(source: Path) -> Stream:
+    """One file, or the one that a link leads to."""
+    stream = Stream()
+    _append_file(stream, source, source.name, None)
+    return stream.finish()
 
 
-def pack(entries: Iterable[Entry]) -> int:
-    """A file descriptor to read the archive from. Targets are relative to where it is unpacked."""
-    fd = os.memfd_create("upload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
-        for entry in entries:
-
-            def adjust(member: tarfile.TarInfo, mode: int | None = entry.mode) -> tarfile.TarInfo:
-                member.mode = member.mode if mode is None else mode
-                return member
-
-            archive.add(entry.source, arcname=entry.target.lstrip("/"), filter=adjust)
-    return _sealed(fd)
-
-
-def pack_file(source: Path) -> int:
-    """A file descriptor to read the contents from. A copy: the sandbox could reopen the original for writing."""
-    fd = os.memfd_create("upload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file, source.open("rb") as original:
-        shutil.copyfileobj(original, file)
-    return _sealed(fd)
+def _append(stream: Stream, source: Path, name: str, mode: int | None) -> None:
+    info = source.lstat()
+    if stat.S_ISDIR(info.st_mode):
+        errands.append(stream.fd, errands.FOLDER, name, _permissions(info, mode), info.st_mtime_ns)
+        for child in sorted(source.iterdir()):
+            _append(stream, child, f"{name}/{child.name}", mode)
+    elif stat.S_ISLNK(info.st_mode):
+        target = os.fsencode(source.readlink())
+        errands.append(stream.fd, errands.LINK, name, 0, info.st_mtime_ns, content=target)
+    elif stat.S_ISREG(info.st_mode):
+        _append_file(stream, source, name, mode)
 
 
-def save(file: IO[bytes], target: Path) -> None:
-    file.seek(0)
+def _append_file(stream: Stream, source: Path, name: str, mode: int | None) -> None:
+    with source.open("rb", buffering=0) as file:
+        info = os.fstat(file.fileno())
+        errands.append_file(stream.fd, name, _permissions(info, mode), info.st_mtime_ns, file.fileno())
+
+
+def _permissions(info: os.stat_result, mode: int | None) -> int:
+    return stat.S_IMODE(info.st_mode) if mode is None else mode
+
+
+def unpack_records(stream: Stream, target: Path) -> None:
+    """Files and folders only, whose path is not too long; names that lead out of `target` are errors."""
+    target.mkdir(parents=True, exist_ok=True)
+    for record in stream.records():
+        if len(os.fsencode(target)) + len(os.fsencode(record.name)) + 2 > PATH_MAX:
+            continue
+        if not set(record.name.split("/")).isdisjoint(("", ".", "..")) or "\0" in record.name:
+            raise RuntimeError(f"`{record.name}` is no name for a download")
+        path = target / record.name
+        if record.kind == errands.FOLDER:
+            path.mkdir(parents=True, exist_ok=True)
+        elif record.kind == errands.FILE:
+            _save(stream, record, path)
+            path.chmod(_safe_permissions(record.mode))
+            os.utime(path, ns=(record.changed_ns, record.changed_ns))
+
+
+def unpack_record(stream: Stream, target: Path) -> None:
+    """The only file, into `target`."""
+    for record in stream.records():
+        _save(stream, record, target)
+
+
+def _save(stream: Stream, record: errands.Record, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as copy:
-        shutil.copyfileobj(file, copy)
+    with target.open("wb", buffering=0) as file:
+        if errands.copy(stream.fd, file.fileno(), record.size) != record.size:
+            raise RuntimeError(f"`{record.name}` was cut off")
+
+
+def _safe_permissions(mode: int) -> int:
+    """Others may not write, nor anyone become someone else by it; the owner always may."""
+    return (mode & 0o755 if mode & 0o100 else mode & 0o644) | 0o600
 
 
 def unpack(archive: IO[bytes], target: Path) -> None:
@@ -115,11 +185,3 @@ def unpack_one(archive: IO[bytes], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as copy:
             shutil.copyfileobj(content, copy)
-
-
-def _sealed(fd: int) -> int:
-    """Nobody can write to it or make it grow any more, and it is read from the start."""
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
