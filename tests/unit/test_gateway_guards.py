@@ -7,7 +7,7 @@ import aiohttp
 import numpy as np
 import pytest
 from gateway_fakes import IM_END, FakeEngine, Said, tiny_renderer, until
-from test_parse import BASH, HERMES, XML, renderer_of
+from tool_templates import BASH, HERMES, XML, renderer_of
 
 from dockyard.engine import GenerateRequest, Generation
 from dockyard.gateway.app import Gateway, Patience
