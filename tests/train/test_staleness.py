@@ -1,0 +1,65 @@
+"""A real run whose rollouts go on while the policy learns: no token is older than allowed, and some are old."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_policy import tiny_model_dir
+from trials import write_task
+
+from dockyard.cli import main
+from dockyard.run_dir import RunDir, step_phase
+
+# A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
+TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
+STEPS = 4
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]
+
+
+def settings(folder: Path, max_staleness: int) -> list[str]:
+    for index in range(3):
+        write_task(folder / "tasks" / f"task-{index}", TEST_SH)
+    values = {
+        "run_dir": folder / "run",
+        "steps": STEPS,
+        "model.name": tiny_model_dir(),
+        "model.device": "cpu",
+        "tasks.train": folder / "tasks",
+        "agent.name": "reply_agent:ReplyAgent",
+        "sampling.max_new_tokens": 24,
+        "rollout.concurrency": 4,
+        "rollout.max_staleness": max_staleness,
+        "grpo.group_size": 4,
+        "grpo.tasks_per_step": 2,
+        "trainer.lr": 0.01,
+    }
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def ages(folder: Path) -> dict[int, set[int]]:
+    """How many updates old the weights behind the tokens of each step were."""
+    found: dict[int, set[int]] = {}
+    with RunDir.resume(folder / "run") as run:
+        for step in range(STEPS):
+            rollouts = [item.rollout for item in run.read_rollouts(step_phase(step))]
+            assert len(rollouts) == 8
+            versions = [segment.versions[segment.sampled] for r in rollouts for segment in r.segments]
+            found[step] = {step - int(version) for drawn in versions for version in drawn}
+    return found
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_no_token_is_older_than_allowed_and_some_are_old(tmp_path: Path, max_staleness: int):
+    assert main(["train", *settings(tmp_path, max_staleness)]) == 0
+    seen = set().union(*ages(tmp_path).values())
+    assert seen <= set(range(max_staleness + 1))
+    assert (max(seen) > 0) == (max_staleness > 0)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["rollout/staleness"] <= max_staleness for line in metrics)
+    assert (max(line["rollout/staleness"] for line in metrics) > 0) == (max_staleness > 0)
+
+
+def test_recorded_rollouts_are_not_taken_for_fresher_than_they_are(tmp_path: Path):
+    assert main(["train", *settings(tmp_path, 1)]) == 0
+    assert main(["train", f"--resume={tmp_path / 'run'}", "--rollout.max_staleness=0"]) == 2
