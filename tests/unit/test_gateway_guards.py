@@ -99,7 +99,7 @@ async def test_calls_at_the_same_time_share_the_tokens_that_are_left():
     assert engine.hold is not None
     engine.hold.set()
     done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [getattr(result, "status", 200) for result in done] == [200, 200, 403, 403]
+    assert sorted(getattr(result, "status", 200) for result in done) == [200, 200, 403, 403]
     assert (await session.submit(Prompt((SYSTEM, USER)), None)).num_sampled  # what was not used is free again
 
 
