@@ -44,7 +44,8 @@ def ages(folder: Path) -> dict[int, set[int]]:
         for step in range(STEPS):
             rollouts = [item.rollout for item in run.read_rollouts(step_phase(step))]
             assert len(rollouts) == 8
-            versions = [segment.versions[segment.sampled] for r in rollouts for segment in r.segments]
+            segments = [segment for rollout in rollouts for segment in rollout.segments]
+            versions = [segment.versions[segment.sampled] for segment in segments if segment.versions is not None]
             found[step] = {step - int(version) for drawn in versions for version in drawn}
     return found
 
