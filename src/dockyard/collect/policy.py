@@ -4,9 +4,7 @@ Nothing is found or opened for an agent that asks no model, and no torch is load
 """
 
 import asyncio
-import json
 import logging
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,11 +14,11 @@ from typing import Any
 from dockyard.collect import NoModel
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.engine import Engine
-from dockyard.engine.checks import Wanted, find_card
-from dockyard.engine.connect import connect
+from dockyard.engine.checks import Wanted
+from dockyard.engine.connect import connect, connect_for_text, import_embedded
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.server import Server, read_key
+from dockyard.engine.remote import adapter_rank
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.text_mode import TextSource
@@ -57,7 +55,7 @@ def find(config: RunConfig) -> Model | None:
         return None
     embedded = config.engine.type == "transformers"
     if embedded:
-        _import_embedded()
+        import_embedded("`--engine.type vllm --engine.url ...`")
     try:
         folder = find_model(config.model.name, weights=embedded)
         return Model(folder=folder, renderer=Renderer.load(folder, config.model.name))
@@ -92,25 +90,12 @@ async def opened(config: RunConfig, model: Model | None, adapter: Path | None = 
 
 async def _open(config: RunConfig, model: Model | None, adapter: Path | None) -> Engine | TextEndpoint:
     if model is None:
-        return await _connect_for_text(config)
+        hint = "check `engine.url`; it is what a client takes as its base URL"
+        return await connect_for_text(config.engine, config.model.name, hint=hint)
     if config.engine.type == "transformers":
         return await _load(config, model)
-    rank = _rank(adapter) if adapter else config.trainer.lora_r
+    rank = adapter_rank(adapter) if adapter else config.trainer.lora_r
     return await connect(config.engine, Wanted.of(config.model.name, model.folder, rank))
-
-
-async def _connect_for_text(config: RunConfig) -> TextEndpoint:
-    """Without a tokenizer nothing can be said in ids, whatever the endpoint returns."""
-    engine = config.engine
-    assert engine.url is not None  # load_run_config refuses a server without it
-    server = Server(engine.url, api_key=read_key(engine.api_key_env, os.environ), retry_s=engine.retry_s)
-    try:
-        named = engine.model_copy(update={"model": engine.model or config.model.name})
-        card = await find_card(server, named, hint="check `engine.url`; it is what a client takes as its base URL")
-    except BaseException:
-        await server.close()
-        raise
-    return TextEndpoint(server, str(card["id"]))
 
 
 async def _load(config: RunConfig, model: Model) -> Engine:
@@ -120,21 +105,3 @@ async def _load(config: RunConfig, model: Model) -> Engine:
     logger.info("loading %s", config.model.name)
     weights: Any = await asyncio.to_thread(load_model, model.folder, config.model)
     return TransformersEngine(weights, config.engine)
-
-
-def _import_embedded() -> None:
-    try:
-        from dockyard.engine import transformers, weights
-
-        del transformers, weights
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("dockyard"):
-            raise
-        raise DockyardError(
-            f"the embedded engine needs `{error.name}`, which is not installed",
-            hint="`pip install 'dockyard[train]'`, or `--engine.type vllm --engine.url ...`",
-        ) from error
-
-
-def _rank(adapter: Path) -> int:
-    return int(json.loads((adapter / "adapter_config.json").read_text())["r"])

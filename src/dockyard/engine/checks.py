@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from dockyard.config import EngineConfig
 from dockyard.engine import GenerateRequest
-from dockyard.engine.remote import Ask, Draw, Served, Wire, models_in, read_draw
+from dockyard.engine.remote import Ask, Draw, RemoteEngine, Served, Wire, models_in, read_draw
 from dockyard.engine.server import Server
 from dockyard.errors import EngineError
 
@@ -39,6 +39,17 @@ class Wanted:
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         token_ids = tokenizer.encode(_TEXT, add_special_tokens=False).ids
         return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids, num_versions=num_versions)
+
+
+async def open_checked(
+    server: Server, wire: Wire, config: EngineConfig, wanted: Wanted, *, logprobs_hint: str
+) -> RemoteEngine:
+    """An engine over a server that can be given new weights, after every check."""
+    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
+    served = served_as(server, config, await find_card(server, config, hint=start))
+    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
+    await check_logprobs(server, wire, served, wanted, hint=logprobs_hint)
+    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
 
 
 async def find_card(server: Server, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:

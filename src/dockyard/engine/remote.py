@@ -91,6 +91,15 @@ class Served:
     context_length: int
 
 
+def adapter_rank(folder: Path) -> int:
+    """Of the LoRA adapter in this folder."""
+    try:
+        return int(json.loads((folder / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, LookupError) as error:
+        hint = "an adapter folder is what PEFT's save writes"
+        raise EngineError(f"`{folder}` holds no LoRA adapter", hint=hint) from error
+
+
 @dataclass(slots=True, eq=False)
 class _Adapter:
     """Weights that a server holds, or has held."""
@@ -105,12 +114,7 @@ class _Adapter:
     @classmethod
     def read(cls, folder: Path, version: int, nonce: str) -> Self:
         """What PEFT wrote to this folder, under a name of its own."""
-        try:
-            rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
-        except (OSError, ValueError, LookupError) as error:
-            hint = "an adapter folder is what PEFT's save writes"
-            raise EngineError(f"`{folder}` holds no LoRA adapter", hint=hint) from error
-        return cls(version, f"dockyard-{nonce}-v{version}", folder.absolute(), rank)
+        return cls(version, f"dockyard-{nonce}-v{version}", folder.absolute(), adapter_rank(folder))
 
     @contextmanager
     def used(self) -> Generator[None]:

@@ -9,20 +9,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from dockyard.config import EngineConfig
-from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as, tokenize
+from dockyard.engine.checks import Wanted, open_checked
 from dockyard.engine.remote import Ask, Draw, RemoteEngine
 from dockyard.engine.server import Answer, Server
 
 
 async def connect_sglang(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
-    wire = SGLangWire()
-    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
-    served = served_as(server, config, await find_card(server, config, hint=start))
-    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
     flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
-    await check_logprobs(server, wire, served, wanted, hint=flag)
-    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
+    return await open_checked(server, SGLangWire(), config, wanted, logprobs_hint=flag)
 
 
 class SGLangWire:

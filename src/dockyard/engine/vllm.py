@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from dockyard.config import EngineConfig
-from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as, tokenize
+from dockyard.engine.checks import Wanted, open_checked
 from dockyard.engine.remote import Ask, Draw, RemoteEngine
 from dockyard.engine.server import Answer, Server
 
@@ -17,13 +17,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` accepts
 
 async def connect_vllm(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
-    wire = VLLMWire()
-    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
-    served = served_as(server, config, await find_card(server, config, hint=start))
-    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
     flag = "start the server with `--logprobs-mode processed_logprobs`"
-    await check_logprobs(server, wire, served, wanted, hint=flag)
-    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
+    return await open_checked(server, VLLMWire(), config, wanted, logprobs_hint=flag)
 
 
 class VLLMWire:

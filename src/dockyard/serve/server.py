@@ -2,9 +2,7 @@
 
 import asyncio
 import errno
-import json
 import logging
-import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -17,11 +15,11 @@ from yarl import URL
 
 from dockyard import interrupt
 from dockyard.engine import Engine
-from dockyard.engine.checks import Wanted, find_card
-from dockyard.engine.connect import connect
+from dockyard.engine.checks import Wanted
+from dockyard.engine.connect import connect, connect_for_text, import_embedded
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.server import Server, read_key
+from dockyard.engine.remote import adapter_rank
 from dockyard.errors import DockyardError
 from dockyard.gateway.admin import Admin
 from dockyard.gateway.app import Gateway
@@ -117,38 +115,20 @@ async def _opened_engine(options: ServeOptions, model: Model | None) -> AsyncGen
 
 async def _open_engine(options: ServeOptions, model: Model | None) -> Engine | TextEndpoint:
     if model is None:
-        return await _connect_for_text(options)
+        hint = "check `--engine-url`: it is what a client takes as its base URL"
+        return await connect_for_text(options.engine, options.model.name, hint=hint)
     if options.engine.type == "transformers":
         return await _load(options, model)
-    wanted = Wanted.of(options.model.name, model.folder, _rank(options.adapter))
+    rank = adapter_rank(options.adapter) if options.adapter else _DEFAULT_RANK
+    wanted = Wanted.of(options.model.name, model.folder, rank)
     return await connect(options.engine, wanted)
 
 
-async def _connect_for_text(options: ServeOptions) -> TextEndpoint:
-    """Without a tokenizer nothing can be said in ids, whatever the endpoint returns."""
-    config = options.engine
-    assert config.url is not None
-    server = Server(config.url, api_key=read_key(config.api_key_env, os.environ), retry_s=config.retry_s)
-    try:
-        named = config.model_copy(update={"model": config.model or options.model.name})
-        card = await find_card(server, named, hint="check `--engine-url`: it is what a client takes as its base URL")
-    except BaseException:
-        await server.close()
-        raise
-    return TextEndpoint(server, str(card["id"]))
-
-
 async def _load(options: ServeOptions, model: Model) -> Engine:
-    try:
-        from dockyard.engine.transformers import TransformersEngine
-        from dockyard.engine.weights import load_model
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("dockyard"):
-            raise
-        raise DockyardError(
-            f"the embedded engine needs `{error.name}`, which is not installed",
-            hint="`pip install 'dockyard[train]'`, or `--engine vllm --engine-url ...`",
-        ) from error
+    import_embedded("`--engine vllm --engine-url ...`")
+    from dockyard.engine.transformers import TransformersEngine
+    from dockyard.engine.weights import load_model
+
     logger.info("loading %s", options.model.name)
     weights: Any = await asyncio.to_thread(load_model, model.folder, options.model)
     engine = TransformersEngine(weights, options.engine)
@@ -182,10 +162,6 @@ async def _opened_admin(
         yield f"; admin at {url} with the token {options.token.shown}"
     finally:
         await admin.close()
-
-
-def _rank(adapter: Path | None) -> int:
-    return int(json.loads((adapter / "adapter_config.json").read_text())["r"]) if adapter else _DEFAULT_RANK
 
 
 def _check_address(host: str, port: int) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dockyard.collect.progress import causes_text
 from dockyard.rollout.phases import Phase
 from dockyard.types import Rollout
 
@@ -76,7 +77,7 @@ class Progress:
         self.say(
             f"step {step + 1}/{self._num_steps}  reward {numbers['reward/mean']:.2f}  "
             f"{numbers['time/step_s']:.0f} s (update {numbers['time/update_s']:.0f} s)  "
-            f"{numbers['rollout/tokens_per_s']:.0f} tokens/s  failures {_causes(failures)}  {self._left()}"
+            f"{numbers['rollout/tokens_per_s']:.0f} tokens/s  failures {causes_text(failures)}  {self._left()}"
         )
         if numbers.get("train/skipped"):
             self.say(f"step {step + 1}: update skipped, its gradient is not finite")
@@ -95,7 +96,7 @@ class Progress:
             return
         seconds = max(time.monotonic() - self._phase_start, 1e-3)
         reward = f"{sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else "-"
-        failures = _causes(dict(self._failures))
+        failures = causes_text(dict(self._failures))
         doing = "learning" if self._done == self._total and self._title.startswith("step") else "rollouts"
         self._live.update(
             Text(
@@ -104,7 +105,3 @@ class Progress:
                 f"{self._tokens / seconds:.0f} tokens/s  failures {failures}  {self._left()}"
             )
         )
-
-
-def _causes(counts: dict[str, int]) -> str:
-    return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"
