@@ -34,7 +34,7 @@ check: dev ## lint, format, types and import direction
 	$(BIN)/pytest --quiet tests/unit/test_imports.py
 
 bench: dev ## run the benchmarks that need no GPU, no vLLM and no Docker; each prints one table
-	@set -e; for bench in bench/engine.py bench/agents.py bench/gateway.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
+	@set -e; for bench in bench/engine.py bench/agents.py bench/gateway.py bench/convert.py; do echo "$$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
 clean: ## remove what was installed or built; runs stay
 	@sh tools/install-docker.sh --stop

@@ -9,6 +9,8 @@ import pytest
 
 SETTINGS = Path(__file__).parents[1] / ".cache" / "docker" / "env"
 BASE = "dockyard/base:1"
+AGENTS_IMAGE = "dockyard/agents:test"
+"""With the programs of real agents."""
 
 
 def use_engine() -> None:
@@ -20,6 +22,13 @@ def use_engine() -> None:
     done = subprocess.run(["docker", "image", "inspect", BASE], capture_output=True, text=True, timeout=60)
     if done.returncode:
         pytest.fail(f"no Docker engine with `{BASE}` answers: {done.stderr.strip()}\nrun `sh tools/install-docker.sh`")
+
+
+def need_image(image: str) -> None:
+    """Without it the tests fail: they are asked for by name."""
+    found = subprocess.run(["docker", "image", "inspect", image], capture_output=True, text=True, timeout=60)
+    if found.returncode:
+        pytest.fail(f"no image `{image}`: {found.stderr.strip()}\nrun `sh tools/build-agent-image.sh`")
 
 
 def docker(*args: str) -> str:

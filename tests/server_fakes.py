@@ -124,11 +124,14 @@ class FakeServer:
         loaded = [{"id": name, "parent": self.models[0], "max_model_len": None} for name in self.adapters]
         return web.json_response({"object": "list", "data": [*cards, *loaded]})
 
+    def ids(self, text: str) -> list[int]:
+        return Tokenizer.from_file(str(self.tokenizer)).encode(text).ids if self.tokenizer else list(text.encode())
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["add_special_tokens"] is False
         if self.tokenizer:
-            return web.json_response({"tokens": Tokenizer.from_file(str(self.tokenizer)).encode(body["prompt"]).ids})
+            return web.json_response({"tokens": self.ids(body["prompt"])})
         return web.json_response({"tokens": [byte + self.token_offset for byte in body["prompt"].encode()]})
 
     async def sample(
@@ -240,7 +243,7 @@ class FakeVLLM(FakeServer):
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
-        prompt = list(body["prompt"].encode()) if isinstance(body["prompt"], str) else body["prompt"]
+        prompt = self.ids(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
         ids, reported, finish = await self.sample(
             body["model"],
             prompt,

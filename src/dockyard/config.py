@@ -28,15 +28,36 @@ class ModelConfig(Config):
     """Where the embedded engine and the trainer run. `auto` takes the GPU if there is one."""
 
 
+type TaskSource = Literal["folder", "demo", "harbor", "swebench", "c2bug", "recorded"]
+
+
 class TasksConfig(Config):
     """What the agent is trained and tested on."""
 
-    source: Literal["folder", "demo"] = "folder"
-    """`folder` reads Harbor task folders; `demo` generates small shell tasks inside the run folder."""
+    source: TaskSource = "folder"
+    """`folder` reads task folders, `harbor` a registry; `demo`, `swebench`, `c2bug` make them; `recorded`: rollouts."""
     train: Path | None = None
     """A task folder, or a folder of them. Needed when `source` is `folder`."""
     heldout: Path | None = None
     """Tasks never trained on, for the evaluation before and after. None skips the evaluation."""
+    dataset: str | None = None
+    """`name@version`, a JSONL or parquet file, a Hugging Face dataset, or for `recorded` a job, run or samples file."""
+    registry: Path | None = None
+    """Harbor's `registry.json` in which a dataset is looked up. None asks the cache, then Harbor's own."""
+    repositories: Path | None = None
+    """Git checkouts or bundles that `c2bug` takes repositories from before it clones."""
+    image: str | None = None
+    """The Docker image that `c2bug` builds on, instead of the one a row names."""
+    repo: str | None = None
+    """Only tasks of this repository, e.g. `django/django`."""
+    ids: tuple[str, ...] = ()
+    """Only these instances."""
+    limit: int | None = Field(default=None, ge=1)
+    """At most so many tasks, drawn by the run's seed."""
+    heldout_share: float = Field(default=0.0, ge=0, lt=1)
+    """This share of the tasks is held out, drawn by the run's seed and recorded in the run."""
+    passes: int | None = Field(default=None, ge=1)
+    """How often the policy meets each training task, instead of `steps`. `recorded` takes 1."""
     num_train: int = Field(default=64, ge=4, le=2000)
     """How many training tasks `demo` generates."""
     num_heldout: int = Field(default=32, ge=4, le=2000)
@@ -95,7 +116,7 @@ class EngineConfig(Config):
     """What samples tokens from the policy."""
 
     type: Literal["transformers", "vllm", "sglang", "openai"] = "transformers"
-    """`transformers` runs in this process, `vllm` and `sglang` are servers; an `openai` endpoint cannot be trained."""
+    """`transformers` runs in this process, `vllm` and `sglang` are servers; an `openai` endpoint stays as it is."""
     url: str | None = Field(default=None, pattern=r"^https?://[^\s@]+$")
     """Of the server, e.g. `http://localhost:8000`. A `/v1` at its end changes nothing."""
     model: str | None = None
@@ -195,7 +216,7 @@ class TrainerConfig(Config):
     lora_alpha: int = Field(default=32, ge=1)
     """Scale of the LoRA adapters: their output is multiplied by alpha / r."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
-    """Tokens in one forward and backward pass. Longer sequences go alone."""
+    """Tokens in one forward and backward pass. A longer sequence gets one of its own, with what begins like it."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. Updates since the last one are replayed on resume."""
 
@@ -227,3 +248,8 @@ class RunConfig(Config):
     grpo: GRPOConfig = GRPOConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether the number of steps follows from the number of tasks."""
+        return self.tasks.passes is not None or self.tasks.source == "recorded"

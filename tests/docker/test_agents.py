@@ -6,12 +6,12 @@ What is seen here is what `validated.json` may say: `DOCKYARD_WRITE_VALIDATED=1`
 import importlib.metadata
 import json
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import agent_stories
 import pytest
+from docker_engine import AGENTS_IMAGE, need_image
 from scripted_policy import Say, ScriptedEngine, assert_one_segment, call, lines, odd_call, turn
 from trials import attempt_at, trial_runner, write_task
 
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default", "ignore:.*checksum.*:DeprecationWarning"),  # litellm has many
 ]
 
-IMAGE = "dockyard/agents:test"
 WORK = Path("/app")
 WANTED = agent_stories.STORY_END.strip()
 LIMITS = RolloutConfig(agent_timeout_s=180, setup_timeout_s=60)
@@ -77,9 +76,9 @@ class Seen:
     version: str
 
 
-async def roll_out(name: str, folder: Path, story: list[Say], *, image: str = IMAGE) -> Seen:
+async def roll_out(name: str, folder: Path, story: list[Say], *, image: str = AGENTS_IMAGE) -> Seen:
     """`install` is "never": a program that the image lacks is an error, and no installer is tried."""
-    need(image)
+    need_image(image)
     engine = ScriptedEngine(lines(*story))
     task = write_task(
         folder / "task",
@@ -105,13 +104,6 @@ async def roll_out(name: str, folder: Path, story: list[Say], *, image: str = IM
         rollout = await runner.run(attempt_at(task, name))
     result = json.loads((folder / "trials" / name / "result.json").read_text())
     return Seen(rollout, engine, result["agent_info"]["version"])
-
-
-def need(image: str) -> None:
-    """Without it the tests fail: they are asked for by name."""
-    found = subprocess.run(["docker", "image", "inspect", image], capture_output=True, text=True, timeout=60)
-    if found.returncode:
-        pytest.fail(f"no image `{image}`: {found.stderr.strip()}\nrun `sh tools/build-agent-image.sh`")
 
 
 def compare_with_validated(name: str, version: str) -> None:

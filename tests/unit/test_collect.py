@@ -15,7 +15,6 @@ from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
 from dockyard.collect import NoModel, open_pool
 from dockyard.collect.blocking import run_to_end
-from dockyard.collect.dataset import load_dataset
 from dockyard.collect.evaluation import EvalReport
 from dockyard.collect.policy import asks_no_model, find
 from dockyard.collect.rollouts import RolloutSummary
@@ -100,23 +99,6 @@ def test_a_model_that_only_an_endpoint_knows_is_sampled_as_text(caplog: pytest.L
     assert "text mode" in caplog.text
     with pytest.raises(DockyardError, match="`/nowhere` is not a model folder"):
         find(config.model_copy(update={"engine": config.engine.model_copy(update={"type": "vllm"})}))
-
-
-async def test_a_dataset_is_a_folder_or_a_name_in_a_registry_file(tmp_path: Path):
-    write_demo_tasks(tmp_path / "demo", num_train=4, num_heldout=4)
-    folder = tmp_path / "demo" / "train"
-    assert len(await load_dataset(str(folder))) == len(await load_dataset(folder)) == 4
-    named = [{"name": path.name, "path": str(path)} for path in sorted(folder.iterdir())[:2]]
-    registry = tmp_path / "registry.json"
-    registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": named}]))
-    tasks = await load_dataset("mine@1.0", registry=registry)
-    assert [task.name for task in tasks] == [task["name"] for task in named]
-    with pytest.raises(DockyardError, match="`mine@2.0` could not be had from .*Version 2.0 of dataset mine not found"):
-        await load_dataset("mine@2.0", registry=registry)
-    with pytest.raises(DockyardError, match="could not be had"):
-        await load_dataset("mine@1.0", registry=tmp_path / "none.json")
-    with pytest.raises(DockyardError, match="is not a folder of tasks"):
-        await load_dataset(tmp_path / "none")
 
 
 async def answer() -> tuple[int, bool]:

@@ -8,8 +8,9 @@ from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig
 from dockyard.errors import DockyardError
-from dockyard.tasks import load_tasks, tasks_of_step
+from dockyard.tasks import load_tasks
 from dockyard.tasks.demo import KINDS, write_demo_tasks
+from dockyard.tasks.order import due
 from dockyard.types import Task
 
 
@@ -72,13 +73,24 @@ def test_the_same_seed_writes_the_same_tasks_and_another_writes_others(folder: P
     assert instructions(tmp_path / "other") != instructions(folder)
 
 
+def turn(tasks: list[Task], step: int, seed: int = 1, passes: int | None = None) -> list[Task]:
+    return due(tasks, step, 6, seed, kind_of=lambda task: task.kind, passes=passes)
+
+
 def test_each_step_has_the_kinds_in_turn_and_no_task_twice_before_all_were_used(folder: Path):
     tasks = load_tasks(folder / "train")
-    steps = [tasks_of_step(tasks, step, 6, seed=1) for step in range(10)]
+    steps = [turn(tasks, step) for step in range(10)]
     assert all({task.kind for task in step} == set(KINDS) for step in steps)
     assert len({task.name for step in steps for task in step}) == 60
-    assert tasks_of_step(tasks, 0, 6, seed=2) != steps[0]
-    assert tasks_of_step(tasks, 10, 6, seed=1) != steps[0]
+    assert turn(tasks, 0, seed=2) != steps[0]
+    assert turn(tasks, 10) != steps[0]
+
+
+def test_passes_meet_each_task_so_often_and_then_end(folder: Path):
+    tasks = load_tasks(folder / "train")[:7]
+    names = [[task.name for task in turn(tasks, step, passes=2)] for step in range(4)]
+    assert [len(step) for step in names] == [6, 6, 2, 0]
+    assert sorted(name for step in names for name in step) == sorted(2 * [task.name for task in tasks])
 
 
 def test_one_task_folder_is_a_list_of_one(folder: Path):

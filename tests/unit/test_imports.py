@@ -19,6 +19,7 @@ ORDER = (
     "types",
     "sequences",
     "errors",
+    "cache",
     "interrupt",
     "config",
     "settings",
@@ -27,6 +28,7 @@ ORDER = (
     "engine",
     "gateway",
     "rollout",
+    "convert",
     "collect",
     "rl",
     "trainer",
@@ -38,11 +40,12 @@ ORDER = (
     "__main__",
 )
 TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
-TORCH_ALLOWED = ("engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
+TORCH_ALLOWED = ("convert/slime_pt*", "engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
 WITHOUT_TORCH = (
     "dockyard",
     "dockyard.cli",
     "dockyard.collect",
+    "dockyard.convert",
     "dockyard.doctor",
     "dockyard.gateway",
     "dockyard.rollout",

@@ -32,7 +32,7 @@ def act(arguments: argparse.Namespace) -> int:
     """Make the rollouts, and print what they came to."""
     fresh = Purpose(verb="rollout", num_tasks=arguments.num_tasks, harbor_cli=arguments.harbor_cli)
     purpose = purpose_of(arguments, fresh, FLAGS)
-    return carry_out(RunArguments.of(arguments), purpose, lambda config: _work(config, purpose))
+    return carry_out(RunArguments.of(arguments), purpose, lambda config: work(config, purpose))
 
 
 def refuse(arguments: argparse.Namespace, why: str) -> None:
@@ -42,7 +42,8 @@ def refuse(arguments: argparse.Namespace, why: str) -> None:
             raise UsageError(f"`{name}` {why}", hint="`dockyard rollout` makes rollouts without training")
 
 
-def _work(config: RunConfig, purpose: Purpose) -> Work:
+def work(config: RunConfig, purpose: Purpose) -> Work:
+    """Rollouts of the training tasks, and a table of what they came to."""
     from dockyard.collect.gather import prepare
     from dockyard.collect.harbor_cli import check_limits
     from dockyard.collect.rollouts import collect_rollouts
@@ -51,9 +52,9 @@ def _work(config: RunConfig, purpose: Purpose) -> Work:
         check_limits(config.rollout)
     prepared = prepare(config, split="train")
 
-    def work(run: RunDir) -> int:
+    def make(run: RunDir) -> int:
         summary = collect_rollouts(run, prepared, num_tasks=purpose.num_tasks, harbor_cli=purpose.harbor_cli)
         say(f"\n{summary.table()}")
         return 0
 
-    return work
+    return make

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from dockyard.cli.terminal import print_data, say
 from dockyard.config import RunConfig
-from dockyard.errors import UsageError
+from dockyard.errors import DockyardError, UsageError
 from dockyard.interrupt import stopped_by_signals
 from dockyard.run_dir import Purpose, RunDir, read_purpose, resumed_config
 from dockyard.settings import load_run_config
@@ -157,6 +157,10 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
         except KeyboardInterrupt:
             say(f"stopped; `dockyard {purpose.verb} --resume {_short(run.path)}` continues")
             return EXIT_STOPPED
+        except DockyardError:
+            if not arguments.resume:
+                run.discard()
+            raise
         if arguments.json:
             print_data(json.dumps(run.read_summary(), indent=2) + "\n")
     return code

@@ -1,15 +1,26 @@
 """`dockyard train`."""
 
 import argparse
+from pathlib import Path
 from typing import Protocol
 
 from dockyard.cli import rollout
 from dockyard.cli.run_file import AddParser, Flag, RunArguments, Work, add_run_verb, carry_out, purpose_of
+from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir import Purpose, RunDir
 
-FLAGS = (Flag("--skip-training", "make rollouts only, as `dockyard rollout` does"), *rollout.FLAGS)
+FLAGS = (
+    Flag("--skip-training", "make rollouts only, as `dockyard rollout` does"),
+    Flag(
+        "--from-job",
+        "learn from recorded rollouts: a Harbor job, a run of ours or a file of samples",
+        {"metavar": "PATH", "type": Path},
+    ),
+    Flag("--epochs", "short for `--tasks.passes N`", {"metavar": "N", "type": rollout.positive}),
+    *rollout.FLAGS,
+)
 
 
 class RunTraining(Protocol):
@@ -30,10 +41,20 @@ def act(arguments: argparse.Namespace) -> int:
     rollout.refuse(arguments, "goes with `--skip-training`")
     given: RunTraining | None = arguments.run_training
     purpose = purpose_of(arguments, Purpose(verb="train"), ())
-    return carry_out(RunArguments.of(arguments), purpose, lambda _: _work(given))
+    return carry_out(RunArguments.of(arguments, *_more(arguments)), purpose, lambda config: _work(config, given))
 
 
-def _work(given: RunTraining | None) -> Work:
+def _more(arguments: argparse.Namespace) -> list[str]:
+    """Options that are settings under another name."""
+    job: Path | None = arguments.from_job
+    recorded = ["--tasks.source=recorded", f"--tasks.dataset={job}"] if job else []
+    return [*recorded, *([f"--tasks.passes={arguments.epochs}"] if arguments.epochs else [])]
+
+
+def _work(config: RunConfig, given: RunTraining | None) -> Work:
+    if config.tasks.source != "recorded" and _asks_no_model(config):
+        say(f"agent `{config.agent.name}` samples no tokens: its rewards are reported, the update is skipped")
+        return rollout.work(config, Purpose(verb="train"))
     run_training = given or _load_training()
 
     def work(run: RunDir) -> int:
@@ -41,6 +62,12 @@ def _work(given: RunTraining | None) -> Work:
         return 0
 
     return work
+
+
+def _asks_no_model(config: RunConfig) -> bool:
+    from dockyard.collect.policy import asks_no_model
+
+    return asks_no_model(config.agent)
 
 
 def _load_training() -> RunTraining:

@@ -8,14 +8,13 @@ from dockyard.collect import check_run, open_pool
 from dockyard.collect.harbor_cli import HarborCliRunner
 from dockyard.collect.policy import Model, find, opened
 from dockyard.collect.progress import Progress
+from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.pool import Order, Pool
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir import RunDir
 from dockyard.run_dir.purpose import Split
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import write_demo_tasks
 from dockyard.types import Group, Rollout, Task
 
 
@@ -28,33 +27,25 @@ class Prepared:
 
 
 def prepare(config: RunConfig, *, split: Split, adapter: Path | None = None) -> Prepared:
-    """Refuse what cannot run. The demo's tasks are made later, in the run's folder."""
+    """Refuse what cannot run. Tasks that are made are made later, in the run's folder."""
     check_run(config)
-    folder = _folder(config, split)
-    if folder:
-        load_tasks(folder)
+    if split == "heldout":
+        _check_heldout(config)
+    check_tasks(config)
     return Prepared(model=find(config), adapter=adapter)
 
 
 def tasks_of(run: RunDir, split: Split) -> list[Task]:
     """The tasks of one half of the run's."""
-    tasks = run.config.tasks
-    folder = _folder(run.config, split)
-    if folder is None:
-        write_demo_tasks(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=run.config.seed)
-        folder = run.tasks / split
-    return load_tasks(folder)
+    sets = task_sets(run)
+    return sets.train if split == "train" else sets.heldout
 
 
-def _folder(config: RunConfig, split: Split) -> Path | None:
-    """Where tasks are; None for the demo's."""
-    if config.tasks.source == "demo":
-        return None
-    folder = config.tasks.train if split == "train" else config.tasks.heldout
-    if folder is None:
-        hint = f"`--tasks.{split} DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
-        raise UsageError(f"`tasks.{split}` is not set, so there is nothing to attempt", hint=hint)
-    return folder
+def _check_heldout(config: RunConfig) -> None:
+    tasks = config.tasks
+    if tasks.source != "demo" and tasks.heldout is None and not tasks.heldout_share:
+        hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
+        raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
 
 
 async def gather(

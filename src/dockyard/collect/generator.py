@@ -8,7 +8,6 @@ from pydantic import Field
 
 from dockyard.collect import check_run
 from dockyard.collect.blocking import run_to_end
-from dockyard.collect.dataset import load_dataset
 from dockyard.collect.gather import Prepared, gather, rollouts_in
 from dockyard.collect.policy import find
 from dockyard.collect.quiet import hush
@@ -17,6 +16,7 @@ from dockyard.config import Config, RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.job import read_job
 from dockyard.run_dir import Purpose, RunDir
+from dockyard.tasks.registry import load_dataset
 from dockyard.types import Rollout
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dockyard.cache import cache_dir
+
 # In a process of its own, which can be ended when a kernel leaves bubblewrap hanging.
 _TRY_SANDBOX = (
     "import dataclasses, json; from dockyard.rollout.sandbox.check import check_sandbox; "
@@ -94,7 +96,7 @@ class Machine:
 
     @property
     def cache_dir(self) -> Path:
-        return Path(os.environ.get("DOCKYARD_CACHE") or "~/.cache/dockyard").expanduser()
+        return cache_dir()
 
     def has_command(self, name: str) -> bool:
         return shutil.which(name) is not None

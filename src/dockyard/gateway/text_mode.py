@@ -175,6 +175,7 @@ def exchange_json(exchange: Exchange) -> Json:
         "finish": exchange.finish.value,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_sampled},
         "delivered": exchange.delivered,
+        "auxiliary": exchange.prompt.auxiliary,
     }
 
 

@@ -46,15 +46,21 @@ class Row:
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
-    """Rows of at most `max_tokens` tokens; a longer sequence goes alone. Sequences that begin alike stay together."""
+    """Rows of at most `max_tokens` tokens. Sequences that begin alike stay together.
+
+    A longer sequence has a row of its own, which takes in others that add little to it: agents' first prompts alone may
+    be longer than a row, and are the same in every rollout.
+    """
     ordered = sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
     rows: list[list[Example]] = []
-    size = 0
+    size = room = 0
     for index, example in enumerate(ordered):
         shared = common_prefix(ordered[index - 1].token_ids, example.token_ids) if index else 0
-        if not rows or size + len(example.token_ids) - shared > max_tokens:
+        if not rows or size + len(example.token_ids) - shared > room:
             rows.append([])
             size, shared = 0, 0
+            length = len(example.token_ids)
+            room = max_tokens if length <= max_tokens else length + max_tokens // 4
         rows[-1].append(example)
         size += len(example.token_ids) - shared
     return [_row(members) for members in rows]

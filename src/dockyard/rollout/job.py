@@ -21,30 +21,31 @@ from pydantic import ValidationError
 from dockyard.errors import DockyardError
 from dockyard.gateway.ledger import Recording
 from dockyard.rollout.details import num_turns, segments_of
-from dockyard.rollout.outcome import Place, outcome_of, rollout_of
+from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
 from dockyard.tasks import load_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 logger = logging.getLogger(__name__)
 
 _RESULT, _CONFIG = "result.json", "config.json"
-_ASK_NO_MODEL = ("oracle", "nop")
+ASK_NO_MODEL = ("oracle", "nop")
+_OF_TRIALS = ("trial.log", "agent", "verifier", "steps")
+_DEPTH = 2
+"""How far below a folder its trials may be."""
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 def read_job(folder: Path) -> list[Rollout]:
     """A rollout for each trial in the folder, by task and time. What a trial left unreadable is a failure on it."""
-    trials = _trial_folders(folder)
-    if not trials:
-        hint = "a job is a folder that `harbor run` wrote: trial folders with a `result.json` each"
-        raise DockyardError(f"`{folder}` holds no trials", hint=hint)
-    results = [(trial, read_result(trial)) for trial in trials]
+    results = [(trial, read_result(trial)) for trial in trial_folders(folder)]
     results.sort(key=lambda pair: _order(*pair))
     seen: Counter[str] = Counter()
     rollouts: list[Rollout] = []
     for trial, result in results:
-        name = _task_name(trial, result)
-        rollouts.append(_rollout(result, name, seen[name]))
+        name = task_name(trial, result)
+        if isinstance(result, Failure):
+            logger.warning("%s", result.message)
+        rollouts.append(rollout_of_trial(result, name, seen[name]))
         seen[name] += 1
     return rollouts
 
@@ -56,6 +57,9 @@ def read_result(trial: Path) -> TrialResult | Failure:
         return TrialResult.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return Failure(cause="cancelled", blame=Blame.INFRASTRUCTURE, message=f"`{trial}` has no `{_RESULT}`")
+    except OSError as error:
+        message = f"`{file}` cannot be read: {error.strerror}"
+        return Failure(cause="host_error", blame=Blame.INFRASTRUCTURE, message=message)
     except ValidationError as error:
         # Harbor blots out the model's key in all files of a trial, and a short key is found everywhere.
         message = f"`{file}` cannot be read: {error.errors()[0]['msg']}"
@@ -69,7 +73,6 @@ def recording_of(result: TrialResult) -> Recording:
     prompt_tokens, _, sampled_tokens, _ = result.compute_token_cost_totals()
     calls = _num_calls(result, details, sampled_tokens)
     error = result.exception_info
-    provider = error and policy_for(error.exception_type).cause is FailureCause.MODEL_PROVIDER_FAILED
     stats = {
         "calls": calls,
         "prompt_tokens": prompt_tokens,
@@ -81,22 +84,49 @@ def recording_of(result: TrialResult) -> Recording:
         stats={name: count for name, count in stats.items() if count is not None},
         calls=calls,
         answered=calls,
-        engine_failure=f"{error.exception_type}: {error.exception_message}" if error and provider else None,
+        engine_failure=_engine_failure(error.exception_type, error.exception_message) if error else None,
     )
 
 
-def _trial_folders(folder: Path) -> list[Path]:
-    """The folder itself if it is a trial. A job has a `config.json` of its own, and no `trial.log`."""
+def rollout_of_exception(place: Place, exception: str, reward: float | None) -> Rollout:
+    """An attempt of which only the type of what was raised is known, and that its agent asked the model."""
+    recording = Recording(stats={}, calls=1, answered=1, engine_failure=_engine_failure(exception, ""))
+    return rollout_of(place, Outcome(reward=reward, exception=exception), recording)
+
+
+def _engine_failure(exception: str, message: str) -> str | None:
+    is_providers = policy_for(exception).cause is FailureCause.MODEL_PROVIDER_FAILED
+    return f"{exception}: {message}" if is_providers else None
+
+
+def trial_folders(folder: Path) -> list[Path]:
+    """The folder itself if it is a trial, else those in it and in the jobs that it holds."""
     if not folder.is_dir():
         raise DockyardError(f"`{folder}` is not a folder", hint="name the folder of a Harbor job, e.g. `jobs/NAME`")
-    if (folder / "trial.log").exists():
-        return [folder]
-    return [path for path in sorted(folder.iterdir()) if path.is_dir() and (path / _CONFIG).exists()]
+    trials = [folder] if _is_trial(folder) else _trials_in(folder)
+    if not trials:
+        hint = "a job is a folder that `harbor run` wrote: trial folders with a `result.json` each"
+        raise DockyardError(f"`{folder}` holds no trials", hint=hint)
+    return trials
 
 
-def _rollout(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
+def _trials_in(folder: Path, depth: int = 0) -> list[Path]:
+    """A run keeps jobs inside of folders of its own."""
+    found: list[Path] = []
+    for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
+        below = [] if depth == _DEPTH or _is_trial(inside) else _trials_in(inside, depth + 1)
+        found += below or ([inside] if (inside / _CONFIG).exists() else [])
+    return found
+
+
+def _is_trial(folder: Path) -> bool:
+    """A job has a `config.json` as well, but nothing of an agent."""
+    return (folder / _CONFIG).exists() and any((folder / name).exists() for name in _OF_TRIALS)
+
+
+def rollout_of_trial(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
+    """The attempt of this number at the task of this name."""
     if isinstance(result, Failure):
-        logger.warning("%s", result.message)
         return Rollout(task=name, kind="", attempt=attempt, segments=(), reward=None, failure=result)
     place = Place(task=name, kind=_kind(result), attempt=attempt)
     return rollout_of(place, outcome_of(result), recording_of(result))
@@ -104,10 +134,10 @@ def _rollout(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
 
 def _order(trial: Path, result: TrialResult | Failure) -> tuple[str, datetime, str]:
     started = None if isinstance(result, Failure) else result.started_at
-    return _task_name(trial, result), started or _LONG_AGO, trial.name
+    return task_name(trial, result), started or _LONG_AGO, trial.name
 
 
-def _task_name(trial: Path, result: TrialResult | Failure) -> str:
+def task_name(trial: Path, result: TrialResult | Failure) -> str:
     """As task folders are named here. Harbor names a trial `<task>__<letters>`."""
     if isinstance(result, Failure):
         return trial.name.rpartition("__")[0] or trial.name
@@ -130,7 +160,7 @@ def _contexts(result: TrialResult) -> list[AgentContext]:
 
 def _num_calls(result: TrialResult, details: Sequence[RolloutDetail], sampled_tokens: int | None) -> int:
     """At least so many; an agent that ran and counted nothing is taken to have asked once."""
-    if result.agent_info.name in _ASK_NO_MODEL:
+    if result.agent_info.name in ASK_NO_MODEL:
         return 0
     if details:
         return num_turns(details)

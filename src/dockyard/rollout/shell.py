@@ -5,11 +5,14 @@ It runs in Dockyard's own process, so the environment needs no network.
 
 # pyright: reportMissingTypeStubs=false
 
+import json
 import re
-from typing import Any, override
+from typing import Any, Literal, override
 
 import aiohttp
 from harbor import AgentContext, BaseAgent, BaseEnvironment
+from harbor.agents.capabilities import AgentCapabilities
+from harbor.models.trajectories import Agent, Step, Trajectory
 
 from dockyard import __version__
 
@@ -24,6 +27,8 @@ _NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tok
 
 class ShellAgent(BaseAgent):
     """Ends when the model replies without a command, or after `max_turns` replies."""
+
+    capabilities = AgentCapabilities(atif=True)
 
     def __init__(
         self,
@@ -43,6 +48,9 @@ class ShellAgent(BaseAgent):
         self._history = [_message("system", system_prompt)]
         for request, reply in examples or []:
             self._history += [_message("user", request), _message("assistant", reply)]
+        self._num_opening = len(self._history)
+        self._thoughts: dict[int, str] = {}
+        """By the place of the reply they came before. They are not sent back: the gateway still has them."""
 
     @staticmethod
     @override
@@ -62,16 +70,21 @@ class ShellAgent(BaseAgent):
         self._history.append(_message("user", instruction.strip()))
         headers = {"Authorization": f"Bearer {self._extra_env[API_KEY_VARIABLE]}"}
         timeout = aiohttp.ClientTimeout(total=None)  # the trial has a time limit of its own
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
-            for _ in range(self._max_turns):
-                reply = await self._ask(client)
-                command = _FENCED.search(reply or "")
-                if reply is None or command is None:
-                    return
-                result = await environment.exec(f"{_MERGED}{command[1]}", timeout_sec=self._command_timeout_s)
-                output = f"{result.stdout or ''}{result.stderr or ''}"[-_MAX_OUTPUT:]
-                shown = f"exit code {result.return_code}\n{output}".strip()
-                self._history += [_message("assistant", reply), _message("user", shown)]
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as client:
+                await self._converse(client, environment)
+        finally:
+            self._write_trajectory()
+
+    async def _converse(self, client: aiohttp.ClientSession, environment: BaseEnvironment) -> None:
+        for _ in range(self._max_turns):
+            command = _FENCED.search(await self._ask(client) or "")
+            if command is None:
+                return
+            result = await environment.exec(f"{_MERGED}{command[1]}", timeout_sec=self._command_timeout_s)
+            output = f"{result.stdout or ''}{result.stderr or ''}"[-_MAX_OUTPUT:]
+            shown = f"exit code {result.return_code}\n{output}".strip()
+            self._history.append(_message("user", shown))
 
     async def _ask(self, client: aiohttp.ClientSession) -> str | None:
         """The model's reply, None when it may not be asked any more."""
@@ -79,10 +92,34 @@ class ShellAgent(BaseAgent):
         async with client.post(self._url, json=body) as response:
             answer = await response.json()
         if response.ok:
-            return answer["choices"][0]["message"]["content"]
+            return self._heard(answer["choices"][0]["message"])
         if answer["error"]["code"] in _NO_MORE_CALLS:
             return None
         raise RuntimeError(f"the gateway answered {response.status}: {answer['error']['message']}")
+
+    def _heard(self, reply: dict[str, Any]) -> str:
+        if thought := reply.get("reasoning_content"):
+            self._thoughts[len(self._history)] = thought
+        self._history.append(_message("assistant", reply["content"] or ""))
+        return self._history[-1]["content"]
+
+    def _write_trajectory(self) -> None:
+        """What was said, for whoever reads Harbor's files. Examples are marked as what the model did not say."""
+        agent = Agent(name=self.name(), version=self.version(), model_name=self.model_name)
+        steps = [self._step(place, message) for place, message in enumerate(self._history)]
+        trajectory = Trajectory(agent=agent, session_id=self.logs_dir.parent.name, steps=steps)
+        data = json.dumps(trajectory.to_json_dict(), indent=1).encode()
+        (self.logs_dir / "trajectory.json").write_bytes(data)
+
+    def _step(self, place: int, message: dict[str, str]) -> Step:
+        sources: dict[str, Literal["system", "user", "agent"]] = {"system": "system", "assistant": "agent"}
+        return Step(
+            step_id=place + 1,
+            source=sources.get(message["role"], "user"),
+            message=message["content"],
+            reasoning_content=self._thoughts.get(place),
+            is_copied_context=True if place < self._num_opening else None,
+        )
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
-config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  run.lock  run.id
+config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
 rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
 """
@@ -55,7 +55,9 @@ __all__ = [
     "RecordedRollout",
     "RunDir",
     "read_purpose",
+    "recorded_files",
     "resumed_config",
+    "settings_file",
     "step_phase",
 ]
 
@@ -79,8 +81,8 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID = "run.id"
-_OURS = (*_FOLDERS, _ID, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+_ID, _SPLIT = "run.id", "split.json"
+_OURS = (*_FOLDERS, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,11 @@ class RunDir:
             raise
         return run
 
+    def discard(self) -> None:
+        """Remove the run if nothing has come of it yet, so that the same command can be given again."""
+        if not any(path for name in (_ROLLOUTS, _TRIALS, _CHECKPOINTS) for path in (self.path / name).iterdir()):
+            _delete_run(self.path)
+
     def close(self) -> None:
         """Let other processes use the folder. The lock is gone after the first call."""
         if self._lock >= 0:
@@ -169,6 +176,11 @@ class RunDir:
     def tasks(self) -> Path:
         """Where generated tasks are kept."""
         return self.path / _TASKS
+
+    @property
+    def split_file(self) -> Path:
+        """Which tasks are trained on and which are held out, where the run drew them."""
+        return self.path / _SPLIT
 
     @property
     def curve(self) -> Path:
@@ -263,6 +275,8 @@ class RunDir:
 
     def _accept_steps(self, before: int) -> None:
         """An evaluation after the former last step says nothing about the new one."""
+        if self.config.counts_passes:
+            return
         steps, made = self.config.steps, self.latest_checkpoint()
         if made and made.step > steps:
             raise UsageError(f"`steps` is {steps}, but this run has made {made.step}", hint=f"`--steps {made.step}`")
@@ -309,6 +323,18 @@ def _delete_run(path: Path) -> None:
             shutil.rmtree(inside)
         else:
             inside.unlink(missing_ok=True)
+
+
+def settings_file(path: Path) -> Path:
+    """Where a run has its settings."""
+    return path / _CONFIG
+
+
+def recorded_files(path: Path) -> list[Path] | None:
+    """The files of rollouts of the run in this folder, which another process may hold; None if it is no run."""
+    if not (path / _CONFIG).is_file() or not (path / _ROLLOUTS).is_dir():
+        return None
+    return sorted((path / _ROLLOUTS).glob("*.jsonl"))
 
 
 def read_purpose(path: Path) -> Purpose | None:

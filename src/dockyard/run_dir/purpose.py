@@ -10,12 +10,26 @@ from dockyard.errors import DockyardError
 type Split = Literal["heldout", "train"]
 
 
+class CheckPurpose(BaseModel):
+    """What a check of tasks is to find out, and where its results go besides the run's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    """Of the tasks' content: records of other tasks would say nothing about these."""
+    difficulty: int | None = None
+    """How often a policy attempts each good task. None: never."""
+    report: Path | None = None
+    keep: Path | None = None
+    """Where the good tasks are copied to."""
+
+
 class Purpose(BaseModel):
     """As the command line has it; none of it is a setting of the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    verb: Literal["train", "rollout", "eval"]
+    verb: Literal["train", "rollout", "eval", "tasks check"]
     split: Split = "heldout"
     """Whose tasks an evaluation attempts."""
     adapter: Path | None = None
@@ -24,6 +38,8 @@ class Purpose(BaseModel):
     """How many tasks rollouts are made of. None: all."""
     harbor_cli: bool = False
     """Whether rollouts are made by `harbor run` commands."""
+    check: CheckPurpose | None = None
+    """Of `tasks check` only."""
 
 
 def load_purpose(file: Path) -> Purpose:

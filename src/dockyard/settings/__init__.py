@@ -11,13 +11,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dockyard.config import Config, RunConfig
+from dockyard.config import Config, RunConfig, TasksConfig
 from dockyard.errors import UsageError
 from dockyard.settings.overrides import apply_overrides
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
 from dockyard.settings.text import settings_by_key
 
 _EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.deterministic")
+_OF_ANY_DATASET = ("heldout", "repo", "ids", "limit", "heldout_share", "passes")
+_READ_BY_SOURCE = {
+    "folder": ("train", *_OF_ANY_DATASET),
+    "demo": ("num_train", "num_heldout", "passes"),
+    "harbor": ("dataset", "registry", *_OF_ANY_DATASET),
+    "swebench": ("dataset", *_OF_ANY_DATASET),
+    "c2bug": ("dataset", "repositories", "image", *_OF_ANY_DATASET),
+    "recorded": ("dataset", "heldout", "passes"),
+}
+"""Which settings of `tasks` mean something to which source."""
 _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
 
 
@@ -43,12 +53,10 @@ def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str]) 
 
 def anchored(config: RunConfig) -> RunConfig:
     """The same settings with absolute paths, so that they mean the same from any directory."""
-    tasks = config.tasks.model_copy(
-        update={
-            "train": config.tasks.train and config.tasks.train.absolute(),
-            "heldout": config.tasks.heldout and config.tasks.heldout.absolute(),
-        }
-    )
+    paths = {name: getattr(config.tasks, name) for name in ("train", "heldout", "registry", "repositories")}
+    if config.tasks.dataset and Path(config.tasks.dataset).exists():
+        paths["dataset"] = str(Path(config.tasks.dataset).absolute())
+    tasks = config.tasks.model_copy(update={n: p.absolute() if isinstance(p, Path) else p for n, p in paths.items()})
     update: dict[str, Any] = {"tasks": tasks, "run_dir": config.run_dir.absolute()}
     model_dir = Path(config.model.name)
     if model_dir.is_dir():
@@ -103,6 +111,13 @@ def _missing(config: RunConfig) -> list[Problem]:
                 "`--tasks.train DIR` names a folder of Harbor tasks; `--tasks.source demo` generates small ones",
             )
         )
+    if config.tasks.source == "recorded" and config.tasks.dataset is None:
+        found.append(
+            Problem(
+                "`tasks.dataset` is not set, and `tasks.source` is `recorded`",
+                "`--tasks.dataset PATH` names a Harbor job, a run of ours or a file of samples",
+            )
+        )
     if config.engine.type != "transformers" and config.engine.url is None:
         found.append(
             Problem(
@@ -128,12 +143,13 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Under which of this run's circumstances which settings are not read."""
     agent, tasks, engine = config.agent.name, config.tasks, config.engine
     circumstances = {
-        "`tasks.source` is `folder`": (tasks.source == "folder", ("tasks.num_train", "tasks.num_heldout")),
-        "`tasks.source` is `demo`": (tasks.source == "demo", ("tasks.train", "tasks.heldout")),
-        "`tasks.heldout` is not set": (
-            tasks.source == "folder" and tasks.heldout is None,
+        f"`tasks.source` is `{tasks.source}`": (True, _not_read(tasks.source)),
+        "`tasks.heldout` is set": (tasks.heldout is not None, ("tasks.heldout_share",)),
+        "no tasks are held out": (
+            tasks.source != "demo" and tasks.heldout is None and not tasks.heldout_share,
             ("eval.samples", "sampling.eval_temperature"),
         ),
+        "passes are counted": (config.counts_passes, ("steps",)),
         f"`agent.name` is `{agent}`": (agent in ("oracle", "nop") or ":" in agent, ("agent.max_turns",)),
         "`environment.type` is `sandbox`": (config.environment.type == "sandbox", ("environment.cpus",)),
         "`environment.type` is `docker`": (config.environment.type == "docker", ("environment.storage_mb",)),
@@ -144,3 +160,8 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
         f"`engine.type` is `{engine.type}`": (True, _EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
     }
     return {when: keys for when, (holds, keys) in circumstances.items() if holds}
+
+
+def _not_read(source: str) -> tuple[str, ...]:
+    others = TasksConfig.model_fields.keys() - {"source", *_READ_BY_SOURCE[source]}
+    return tuple(f"tasks.{name}" for name in sorted(others))

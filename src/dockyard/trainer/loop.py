@@ -20,7 +20,7 @@ from dockyard.engine import Engine
 from dockyard.rollout.pool import Order, Pool, failure_counts
 from dockyard.rollout.statistics import gateway_metrics
 from dockyard.run_dir import RunDir, step_phase
-from dockyard.tasks import tasks_of_step
+from dockyard.tasks.order import due
 from dockyard.trainer.policy import Policy
 from dockyard.trainer.progress import Progress
 from dockyard.types import Group, Rollout, Task
@@ -72,9 +72,9 @@ class TaskRollouts:
 
     async def collect(self, step: int) -> tuple[Group, ...]:
         last = min(step + self.config.rollout.max_staleness, self.config.steps - 1)
-        for due in range(step, last + 1):
-            if due not in self._begun:
-                self._begun[due] = _Collection(self.pool, self._order(due))
+        for early in range(step, last + 1):
+            if early not in self._begun:
+                self._begun[early] = _Collection(self.pool, self._order(early))
         collection = self._begun.pop(step)
         return await collection.shown(self.progress, f"step {step + 1} of {self.config.steps}")
 
@@ -88,10 +88,14 @@ class TaskRollouts:
             collection.task.cancel()
         await asyncio.gather(*(collection.task for collection in self._begun.values()), return_exceptions=True)
 
+    def _due(self, step: int) -> list[Task]:
+        count, passes = self.config.grpo.tasks_per_step, self.config.tasks.passes
+        return due(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, passes=passes)
+
     def _order(self, step: int) -> Order:
         return Order(
             phase=step_phase(step),
-            tasks=tasks_of_step(self.tasks, step, self.config.grpo.tasks_per_step, self.config.seed),
+            tasks=self._due(step),
             group_size=self.config.grpo.group_size,
             temperature=self.config.sampling.temperature,
             seed=self.config.seed,
@@ -118,10 +122,10 @@ class _Collection:
 
 @dataclass(slots=True, kw_only=True)
 class PublishedPolicy:
-    """A policy whose every version is served by an engine."""
+    """A policy whose every version is served by an engine, if there is one that takes new weights."""
 
     policy: Policy
-    engine: Engine
+    engine: Engine | None
     run: RunDir
     config: RunConfig
     # Always the same thread: each new one would keep its own freed memory, gigabytes of it.
@@ -140,7 +144,8 @@ class PublishedPolicy:
         # What was served until now stays: a server may read it again for a request that is not over.
         self.run.keep_adapters(self.version - 1 - self.config.rollout.max_staleness)
         folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_adapter)
-        await self.engine.publish(folder, self.version)
+        if self.engine:
+            await self.engine.publish(folder, self.version)
 
     async def checkpoint(self) -> None:
         """Save everything, if it is time."""
@@ -166,6 +171,8 @@ class StepRecord:
     run: RunDir
     progress: Progress
     learner: PublishedPolicy
+    foreign: str | None = None
+    """Whose rollouts these are, if not the policy's own."""
     _since: float = 0.0
 
     def __post_init__(self) -> None:
@@ -175,10 +182,15 @@ class StepRecord:
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         numbers = rollout_metrics(rollouts) | metrics | {"time/step_s": seconds}
-        numbers["rollout/staleness"] = staleness(rollouts, step)
+        numbers["rollout/staleness"] = float(step) if self.foreign else staleness(rollouts, step)
         numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
         self.run.record_metrics(step, numbers)
         self.progress.step(step, numbers, failure_counts(rollouts))
+        if self.foreign and "train/mean_logprob" in numbers:
+            self.progress.say(
+                f"step {step + 1}: off-policy by {step} updates: {self.foreign}; "
+                f"mean logprob of their tokens under the policy {numbers['train/mean_logprob']:.2f}"
+            )
         await self.learner.checkpoint()
 
 

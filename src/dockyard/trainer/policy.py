@@ -25,9 +25,22 @@ _OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Policy:
-    """Trains on groups of rollouts. `version` counts the updates so far."""
+    """Trains on groups of rollouts. `version` counts the updates so far.
 
-    def __init__(self, base: Any, trainer: TrainerConfig, grpo: GRPOConfig, *, temperature: float, seed: int) -> None:
+    Tokens whose logprobs nobody recorded are taken to have been drawn by the present weights; `anchored` takes them to
+    come from the base model instead, so that clipping holds when the same rollouts are met again and again.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        trainer: TrainerConfig,
+        grpo: GRPOConfig,
+        *,
+        temperature: float,
+        seed: int,
+        anchored: bool = False,
+    ) -> None:
         torch.manual_seed(seed)
         lora = LoraConfig(
             r=trainer.lora_r, lora_alpha=trainer.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -37,6 +50,7 @@ class Policy:
         self._config = trainer
         self._grpo = grpo
         self._temperature = temperature
+        self._anchored = anchored
         self._trained: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._trained, lr=trainer.lr, betas=(0.9, trainer.adam_beta2), weight_decay=trainer.weight_decay
@@ -79,7 +93,10 @@ class Policy:
         self.model.train()
         logprobs_N = self.logprobs(row)
         recorded_N = torch.from_numpy(row.old_logprobs).to(device)
-        old_N = torch.where(recorded_N.isnan(), logprobs_N.detach(), recorded_N)
+        unknown_N = recorded_N.isnan()
+        anchored = self._anchored and bool(unknown_N.any())
+        reference_N = self._reference(row) if anchored or self._grpo.kl_coef > 0 else logprobs_N.detach()
+        old_N = torch.where(unknown_N, reference_N if anchored else logprobs_N.detach(), recorded_N)
         advantages_N = torch.from_numpy(row.advantages).to(device)
         weights_N = torch.from_numpy(row.weights).to(device)
         policy = policy_loss(
@@ -87,8 +104,6 @@ class Policy:
         )
         kl_N = torch.zeros_like(logprobs_N)
         if self._grpo.kl_coef > 0:
-            with torch.no_grad(), self.model.disable_adapter():
-                reference_N = self.logprobs(row)
             kl_N = low_var_kl(logprobs_N, reference_N)
         loss = (weights_N * (policy.loss_N + self._grpo.kl_coef * kl_N)).sum()
         loss.backward()
@@ -100,6 +115,10 @@ class Policy:
             logprob=logprobs_N.detach().sum(),
             tokens=len(row.targets),
         )
+
+    def _reference(self, row: Row) -> Tensor:
+        with torch.no_grad(), self.model.disable_adapter():
+            return self.logprobs(row)
 
     def logprobs(self, row: Row) -> Tensor:
         """Of a row's trained tokens, under the temperature they were sampled with."""

@@ -18,6 +18,7 @@ from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.family import Family
 from dockyard.gateway.render.forgery import without_fragments
 from dockyard.gateway.render.parse import ReplyParser
+from dockyard.gateway.render.reply import ReplyWriter
 from dockyard.gateway.render.splice import CallFormat, TemplateRenderer
 from dockyard.gateway.render.template import (
     ChatTemplate,
@@ -51,6 +52,7 @@ class Renderer:
         family_ids = family.stop_ids if family else frozenset[int]()
         self.stop_ids = eos | frozenset(template.close_ids[-1:]) | family_ids
         self._replies = ReplyParser.of(codec, family, template.call_format, self.stop_ids)
+        self._writer = ReplyWriter(codec, template, self.stop_ids)
 
     @classmethod
     def load(cls, model_dir: Path, name: str = "") -> Self:
@@ -146,6 +148,21 @@ class Renderer:
             return None
         return np.concatenate([before, self._template.close(before, self.stop_ids), suffix])
 
+    def reply(self, message: Message, tools: Sequence[Json]) -> IntArray:
+        """The ids that the model would have sampled to say this, with the one that ends the turn."""
+        ids = self._writer.ids(message, tools)
+        if ids is None:
+            raise TemplateRejectionError("the chat template does not show how the model ends such a turn")
+        tame = without_fragments(Prompt((message,)), self._codec)
+        if tame is not None:
+            self._compare(ids, self._writer.ids(tame.messages[0], tools))
+        return ids
+
+    @property
+    def keeps_thoughts(self) -> bool:
+        """Does the template show what was thought before a reply? If not, a thought cannot be rendered."""
+        return self._writer.keeps_thoughts
+
     def message(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Message:
         """What the policy said: thoughts, text and tool calls, each call with an id of ours."""
         return self._replies.message(sampled_ids, prompt_ids, tools)
@@ -158,6 +175,10 @@ class Renderer:
     def max_ids(self) -> int:
         """Ids are below this. Models have a few more than their tokenizer, to make a round number."""
         return self._codec.vocab_size + 1024
+
+    def text(self, ids: IntArray) -> str:
+        """What ids say, control tokens and all."""
+        return self._codec.decode(ids.tolist())
 
     def token_text(self, token_id: int) -> str:
         return self._codec.decode([token_id])

@@ -67,6 +67,12 @@ class Codec:
                 start = right
         return np.array([*ids, *self._encode_plain(text[start:])], np.int32)
 
+    def encode_after(self, before: str, text: str) -> IntArray:
+        """Ids of text that follows other text, of which the ids are settled: no token reaches across."""
+        anchor = self.from_last_control(before)
+        head, whole = self.encode(anchor), self.encode(anchor + text)
+        return whole[len(head) :] if np.array_equal(whole[: len(head)], head) else self.encode(text)
+
     def is_fragment(self, text: str) -> bool:
         """Could this text become a control token together with what is printed before or after it?"""
         return bool(self._begun.search(text[-_LONGEST:]) or self._ended.match(text[:_LONGEST]))
@@ -82,6 +88,11 @@ class Codec:
         """The text up to and with its first control token; empty if there is none."""
         first = self._control.search(text)
         return text[: first.end()] if first else ""
+
+    def from_last_control(self, text: str) -> str:
+        """The text from its last control token on; all of it if there is none."""
+        starts = [match.start() for match in self._control.finditer(text)]
+        return text[starts[-1] :] if starts else text
 
     def token_id(self, token: str) -> int | None:
         """The id of a single token by its text; None if there is no such token."""

@@ -81,11 +81,18 @@ class TemplateRenderer:
         """The ids of a whole history, up to where the model is to speak."""
         if self.call_format is CallFormat.PREAMBLE:
             prompt = without_tools(prompt)
-        messages = prompt.messages
+        return self._codec.encode(self.text(prompt.messages, prompt.tools, prompt=True))
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Json], *, prompt: bool) -> str:
+        """What the template prints, with placeholders for what only spells a control token."""
         if self._default_system is not None and messages[0].role != "system":
             # Said here rather than by the template, which may leave it out when it renders the same history otherwise.
             messages = (Message("system", self._default_system), *messages)
-        return self._codec.encode(self._template.render(self._wire(messages), self._shield(prompt.tools), prompt=True))
+        return self._template.render(self._wire(messages), self._shield(tools), prompt=prompt)
+
+    def shown_tools(self, tools: Sequence[Json]) -> Sequence[Json]:
+        """Those without which a single turn would be rendered otherwise."""
+        return tools if self._stand_in is None or self._stand_in.with_tools else ()
 
     def suffix(self, calls: Sequence[ToolCall], new: Sequence[Message], tools: Sequence[Json]) -> IntArray | None:
         """The ids of messages that follow a closed turn with these calls; None if they cannot be rendered alone."""

@@ -1,4 +1,4 @@
-"""`dockyard tasks`."""
+"""`dockyard tasks demo`."""
 
 import argparse
 from pathlib import Path
@@ -9,12 +9,10 @@ from dockyard.errors import UsageError
 
 
 def add(add_parser: AddParser) -> None:
-    """Describe the verb."""
-    parser = add_parser("tasks", help="make task folders", description="Make task folders.")
-    sources = parser.add_subparsers(dest="source", metavar="SOURCE", required=True)
-    demo = sources.add_parser("demo", help="small shell tasks", description="Write the demo's tasks to a folder.")
-    demo.add_argument("folder", metavar="DIR", type=Path)
-    demo.add_argument("--debug", action="store_true", help="show tracebacks")
+    """Describe the source."""
+    parser = add_parser("demo", help="small shell tasks", description="Write the demo's tasks to a folder.")
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def act(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,63 @@
+"""What these scripts share: their arguments become the settings of one `dockyard train`."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dockyard.cli import main
+
+MODELS = (
+    "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "Qwen/Qwen2.5-Coder-32B-Instruct",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Kwai-Klear/Klear-AgentForge-8B-SFT",
+)
+"""Known to fit; any other model with a chat template does too."""
+DATASET = "swebench-verified@1.0"
+C2BUG_DATASET = "TwelfthStar/c2bug_tasks_django_Jan-22-2026"
+NUM_TEST_TASKS = 5
+
+
+def tasks_settings(source: str, dataset: str | None, c2bug_dataset: str | None, num_tasks: int) -> dict[str, Any]:
+    """Where tasks come from. Each is met in one step."""
+    settings: dict[str, Any] = {"tasks.limit": num_tasks, "tasks.passes": 1}
+    if source == "c2bug":
+        return settings | {"tasks.source": "c2bug", "tasks.dataset": c2bug_dataset or C2BUG_DATASET}
+    name = dataset or DATASET
+    if Path(name).is_dir():
+        return settings | {"tasks.source": "folder", "tasks.train": name}
+    rows = "/" in name or Path(name).is_file()  # of a file or of the Hub; Harbor's registry has `name@version`
+    return settings | {"tasks.source": "swebench" if rows else "harbor", "tasks.dataset": name}
+
+
+def engine_settings(base_url: str | None, api_key: str | None) -> dict[str, Any]:
+    """A server instead of the embedded engine. The key goes by the environment, so that no file holds it."""
+    if base_url is None:
+        return {}
+    if api_key:
+        os.environ["OPENAI_API_KEY"] = api_key
+    has_key = bool(os.environ.get("OPENAI_API_KEY"))
+    return {"engine.type": "openai", "engine.url": base_url} | (
+        {"engine.api_key_env": "OPENAI_API_KEY"} if has_key else {}
+    )
+
+
+def new_run_dir(parent: str | Path, name: str) -> Path:
+    """A folder of its own for each run."""
+    return Path(parent) / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def train(settings: Mapping[str, Any], flags: Sequence[str] = ()) -> int:
+    """`dockyard train` with these settings; its exit code."""
+    return main(["train", *(f"--{key}={value}" for key, value in settings.items()), *flags])
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number from 1")
+    return int(text)

@@ -1,0 +1,53 @@
+"""Finished Harbor jobs, traces and runs become training samples.
+
+The words of an agent's trajectory are tokenised with the model's own template, the model's turns alone in the loss;
+where the ids that were sampled are known, those are used instead.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dockyard.convert.samples import Sample
+    from dockyard.convert.tokenizer import SavedTokenizer
+    from dockyard.gateway.render import Renderer
+
+__all__ = ["HarborTrajectoryConverter"]
+
+
+class HarborTrajectoryConverter:
+    """Reads what Harbor's agents left on disk, for one model."""
+
+    def __init__(self, tokenizer: "Renderer | Path | str | SavedTokenizer", *, exact: bool = True) -> None:
+        """`tokenizer` is a model folder, a name on the Hub, or a tokenizer of `transformers`.
+
+        Without `exact`, token ids that agents kept are not used: all is tokenised from text.
+        """
+        from dockyard.convert.report import Report
+        from dockyard.convert.tokenizer import load_renderer
+
+        self._renderer = load_renderer(tokenizer)
+        self._exact = exact
+        self.report = Report()
+        """What the last call came to: trials seen, converted, skipped by reason."""
+
+    def load_job(self, path: Path | str) -> "list[Sample]":
+        """The samples of a job, a trial, a run of ours or a single trajectory."""
+        return self._load(Path(path))
+
+    def load_traces_parquet(self, path: Path | str) -> "list[Sample]":
+        """The samples of a file of traces, in Harbor's columns of now or of earlier."""
+        return self._load(Path(path))
+
+    def _load(self, path: Path) -> "list[Sample]":
+        from dockyard.convert.report import Report
+        from dockyard.convert.samples import SampleNumbers, samples_of
+        from dockyard.convert.trials import read_trials
+
+        self.report, numbers = Report(), SampleNumbers()
+        samples: list[Sample] = []
+        for found in read_trials(path, self._renderer, exact=self._exact):
+            self.report.add(found)
+            samples += samples_of(found, numbers, self._renderer)
+        self.report.samples = len(samples)
+        return samples

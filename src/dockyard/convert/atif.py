@@ -1,0 +1,161 @@
+"""ATIF trajectories (1.0 to 1.8) as files have them. Fields that conversion does not read are not looked at."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, Field, ValidationError
+
+from dockyard.gateway.calls import arguments_object, function_tool
+from dockyard.gateway.history import Json, ToolCall
+
+_KNOWN = re.compile(r"ATIF-v1\.[0-8]")
+
+
+class UnreadableError(Exception):
+    """A file is not what it should be. Names the file."""
+
+
+class Part(BaseModel):
+    """Of a message with more than text."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+type Content = str | list[Part] | None
+
+
+class Call(BaseModel):
+    """A tool call."""
+
+    tool_call_id: str = ""
+    function_name: str
+    arguments: Json | str | None = None
+
+    def call(self) -> ToolCall:
+        values = self.arguments if isinstance(self.arguments, dict) else arguments_object(self.arguments or "")
+        return ToolCall(self.tool_call_id, self.function_name, values)
+
+
+class Reference(BaseModel):
+    """To a subagent's trajectory."""
+
+    trajectory_id: str | None = None
+    trajectory_path: str | None = None
+
+
+class Result(BaseModel):
+    """What one action gave."""
+
+    source_call_id: str | None = None
+    content: Content = None
+    subagent_trajectory_ref: list[Reference] | Reference | None = None
+
+    def references(self) -> list[Reference]:
+        found = self.subagent_trajectory_ref or []
+        return [found] if isinstance(found, Reference) else found
+
+
+class Observation(BaseModel):
+    """What came of a step."""
+
+    results: list[Result] = []
+
+
+class Metrics(BaseModel):
+    """The tokens of a step, where the agent kept them."""
+
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class Step(BaseModel):
+    """One message and what came of it."""
+
+    source: Literal["system", "user", "agent"]
+    message: Content = ""
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+    observation: Observation | None = None
+    metrics: Metrics | None = None
+    is_copied_context: bool | None = None
+    llm_call_count: int | None = None
+    extra: dict[str, Any] | None = None
+
+    @property
+    def results(self) -> list[Result]:
+        return self.observation.results if self.observation else []
+
+    def says(self, key: str) -> Any:
+        """What an agent added under this key, None if nothing."""
+        return (self.extra or {}).get(key)
+
+    @property
+    def replaces_context(self) -> bool:
+        """The history before this step is gone: it was summarised."""
+        management: object = self.says("context_management")
+        return isinstance(management, dict) and cast("Json", management).get("boundary") == "replace"
+
+
+class Agent(BaseModel):
+    """Who acted."""
+
+    name: str = ""
+    model_name: str | None = None
+    tool_definitions: list[Json] | None = None
+    extra: dict[str, Any] | None = None
+
+
+class Trajectory(BaseModel):
+    """One file, or a subagent inside of one."""
+
+    schema_version: str
+    trajectory_id: str | None = None
+    session_id: str | None = None
+    agent: Agent = Field(default_factory=Agent)
+    steps: list[Step]
+    continued_trajectory_ref: str | None = None
+    subagent_trajectories: list["Trajectory"] | None = None
+
+    def references(self) -> Iterator[Reference]:
+        """To the subagents it started."""
+        for step in self.steps:
+            for result in step.results:
+                yield from result.references()
+
+    def tools(self) -> tuple[Json, ...]:
+        """Its tools in the form of `Prompt.tools`."""
+        return tuple(tool for wire in self.agent.tool_definitions or () if (tool := _tool(wire)))
+
+
+def read_trajectory(file: Path) -> Trajectory:
+    """Raises `UnreadableError`, or FileNotFoundError."""
+    try:
+        trajectory = Trajectory.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise UnreadableError(f"`{file}` is no ATIF trajectory: {place and f'`{place}`: '}{problem['msg']}") from error
+    if not _KNOWN.fullmatch(trajectory.schema_version):
+        raise UnreadableError(f"`{file}` is `{trajectory.schema_version}`; `ATIF-v1.0` to `ATIF-v1.8` can be read")
+    return trajectory
+
+
+def text_of(content: Content) -> str:
+    """What a text model gets to see of it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text or "" if part.type == "text" else f"[{part.type}]" for part in content)
+
+
+def _tool(wire: Json) -> Json | None:
+    """Most write tools as OpenAI does; some leave out the shell, or say `input_schema` as Anthropic does."""
+    shell: object = wire.get("function", wire)
+    function = cast("Json", shell) if isinstance(shell, dict) else {}
+    name: object = function.get("name")
+    if not isinstance(name, str) or not name:
+        return None
+    return function_tool(name, function.get("description"), function.get("parameters") or function.get("input_schema"))

@@ -1,0 +1,133 @@
+"""What was said, from logs of agents that write no trajectory, or one that says less than their own log.
+
+A log that cannot be taken apart without guessing gives nothing: its trial then counts as not convertible.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dockyard.convert.conversation import Conversation
+from dockyard.convert.exchanges import message_of
+from dockyard.convert.trace_text import as_dict, as_list
+from dockyard.gateway.history import ASSISTANT, Json, Message, ToolCall
+
+TELL_MORE = ("mini-swe-agent",)
+"""Agents whose own log says more than the trajectory that Harbor makes of it."""
+_AIDER_START = re.compile(r"\n# aider chat started at [^\n]*\n\n.*?(?<=\n)> Aider v[^\n]*  \n", re.DOTALL)
+"""The command stands before the version, and in it the instruction with all its lines."""
+_AIDER_NOTES = re.compile(r"(?:> .*\n|\n(?!#### |# ))*")
+_AIDER_USER = re.compile(r"\n((?:#### .*  \n)+)")
+_AIDER_REPLY = re.compile(r"\n(.*?)\n\n> Tokens: \S+ sent, [^\n]*received\.[^\n]*  \n", re.DOTALL)
+_AIDER_THOUGHT = re.compile(r"<(thinking-content-[0-9a-f]{32})>\n\n(.*?)\n\n</\1>\s*", re.DOTALL)
+_AIDER_GOES_ON = "--restore-chat-history"
+_LANGCHAIN = {"system": "system", "human": "user", "ai": ASSISTANT, "tool": "tool"}
+
+
+def conversation_from_log(trial: Path, agent: str) -> tuple[Conversation, ...]:
+    """What the agent's own log tells; nothing where there is none, or where it leaves doubt who said what."""
+    read = _READERS.get(agent)
+    folders = [folder for folder in (*sorted(trial.glob("steps/*/agent")), trial / "agent") if folder.is_dir()]
+    try:
+        found = [conversation for folder in folders for conversation in (read(folder) if read else ())]
+    except (ValueError, KeyError, TypeError):
+        return ()
+    return tuple(conversation for conversation in found if conversation.replies)
+
+
+def _read(file: Path) -> bytes:
+    """A step in which nothing was said has no log."""
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _aider(folder: Path) -> Iterator[Conversation]:
+    """A chat for each start, unless a later one goes on with it. Aider's own system prompt and files are not in it."""
+    text = _read(folder / "aider.chat.history.md").decode()
+    messages: list[Message] = []
+    place = 0
+    while place < len(text):
+        start = _take(_AIDER_START, text, place)
+        if messages and _AIDER_GOES_ON not in start[0]:
+            yield Conversation(messages=tuple(messages))
+            messages = []
+        place = _read_chat(text, start.end(), messages)
+    if messages:
+        yield Conversation(messages=tuple(messages))
+
+
+def _read_chat(text: str, place: int, messages: list[Message]) -> int:
+    """From after a start to the next one, or to the end."""
+    while True:
+        place = _take(_AIDER_NOTES, text, place).end()
+        asked = _AIDER_USER.match(text, place)
+        if asked is None:
+            return place
+        said = _AIDER_REPLY.match(text, asked.end())
+        if said is None and _take(_AIDER_NOTES, text, asked.end()).end() == len(text):
+            return len(text)  # nothing was answered any more
+        said = _take(_AIDER_REPLY, text, asked.end())
+        messages += [_aider_user(asked[1]), _aider_reply(said[1])]
+        place = text.index("> Tokens: ", said.end(1))
+
+
+def _take(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+    found = pattern.match(text, place)
+    if found is None:
+        raise ValueError(f"not a chat of aider's from character {place} on")
+    return found
+
+
+def _aider_user(block: str) -> Message:
+    return Message("user", "\n".join(line.removeprefix("#### ").removesuffix("  ") for line in block.splitlines()))
+
+
+def _aider_reply(text: str) -> Message:
+    thought = _AIDER_THOUGHT.match(text)
+    return Message(ASSISTANT, text[thought.end() :] if thought else text, thought[2] if thought else "")
+
+
+def _mini_swe_agent(folder: Path) -> Iterator[Conversation]:
+    """Its trajectory as it writes it itself: Harbor's has the text in the place of the thoughts."""
+    recorded = json.loads(_read(folder / "mini-swe-agent.trajectory.json") or b'{"messages": []}')
+    spoken = [message for message in recorded["messages"] if message["role"] != "exit"]
+    yield Conversation(messages=tuple(message_of(_with_text(message)) for message in spoken))
+
+
+def _langgraph(folder: Path) -> Iterator[Conversation]:
+    """The messages of the graph's last state, as Harbor's runner writes them."""
+    messages: list[Message] = []
+    unanswered: list[str] = []
+    for message in json.loads(_read(folder / "result.json") or b'{"messages": []}')["messages"]:
+        wire = _with_text(message)
+        calls = tuple(_langchain_call(call) for call in wire.get("tool_calls") or ())
+        role = _LANGCHAIN[wire["type"]]
+        if role == "tool" and not unanswered:
+            raise ValueError("a tool answers that nobody called")
+        call_id = unanswered.pop(0) if role == "tool" else ""
+        unanswered += [call.id for call in calls]
+        messages.append(Message(role, wire["content"], calls=calls, call_id=call_id))
+    yield Conversation(messages=tuple(messages))
+
+
+def _langchain_call(wire: Json) -> ToolCall:
+    arguments = as_dict(wire["args"])
+    if arguments is None:
+        raise ValueError("a call has no arguments")
+    return ToolCall(str(wire["id"]), wire["name"], arguments)
+
+
+def _with_text(message: Mapping[str, Any]) -> Json:
+    """Its content as text, if it comes in parts. What is not text cannot be told."""
+    parts = as_list(message.get("content"))
+    if parts is None:
+        return {**message, "content": message.get("content") or ""}
+    return {**message, "content": "\n".join(part if isinstance(part, str) else part["text"] for part in parts)}
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Conversation]]] = {
+    "aider": _aider,
+    "mini-swe-agent": _mini_swe_agent,
+    "langgraph": _langgraph,
+}

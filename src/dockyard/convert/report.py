@@ -1,0 +1,118 @@
+"""What a conversion came to."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from dockyard.convert.conversation import Converted
+
+_MAX_NAMED = 3
+"""Of the trials that were skipped for one reason, so many are named."""
+NOTES = {
+    "no_tool_definitions": "tool calls, but nothing says which tools there were",
+    "no_system_prompt": "the agent's system text is not in its trajectory: the model saw more than is rendered",
+    "rebuilt_replies": "the trajectory has terminus-2's replies taken apart; they were put together in its format",
+    "paraphrased_replies": "the trajectory has OpenHands' words for an action, not the model's",
+    "turns_without_ids": "some replies have no ids and are context only",
+    "thoughts_left_out": "the chat template has no place for thoughts",
+    "summary_missing": "a history was summarised, and the summary is not there",
+    "file_missing": "the trajectory refers to a file that is not there",
+    "file_unreadable": "the trajectory refers to a file that is damaged",
+    "media_left_out": "images or sounds are shown as `[image]`",
+    "merged_replies": "a step stands for several model calls",
+    "empty_replies": "steps in which the model said nothing were left out",
+    "trajectory_unreadable": "ids are used, the trajectory cannot be read",
+    "no_reward": "nothing says what it earned",
+}
+"""What the notes on attempts mean. Others are explained where they are made."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts attempts as they go by."""
+
+    trials: int = 0
+    exact: int = 0
+    text: int = 0
+    segments: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    samples: int = 0
+    worded: int = 0
+    """Whose words are known, converted or not."""
+    rewards: list[float] = field(default_factory=list[float])
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    notes: Counter[str] = field(default_factory=Counter[str])
+    _named: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    @property
+    def converted(self) -> int:
+        return self.exact + self.text
+
+    def add(self, found: Converted) -> None:
+        """One more attempt."""
+        self.trials += 1
+        self.worded += bool(found.conversations)
+        if found.skipped is not None:
+            self.skipped[found.skipped] += 1
+            named = self._named.setdefault(found.skipped, [])
+            if len(named) < _MAX_NAMED:
+                named.append(found.detail if found.where in found.detail else f"{found.where}: {found.detail}")
+            return
+        self.exact += found.exact
+        self.text += not found.exact
+        self.notes.update(set(found.notes))
+        self._add_tokens(found)
+
+    def _add_tokens(self, found: Converted) -> None:
+        rollout = found.rollout
+        self.segments += len(rollout.segments)
+        self.tokens += sum(len(segment.token_ids) for segment in rollout.segments)
+        self.trained_tokens += rollout.num_sampled
+        if rollout.reward is not None:
+            self.rewards.append(rollout.reward)
+
+    def summary(self) -> dict[str, Any]:
+        """As data."""
+        return {
+            "trials": self.trials,
+            "converted": self.converted,
+            "exact": self.exact,
+            "text": self.text,
+            "skipped": dict(sorted(self.skipped.items())),
+            "notes": dict(sorted(self.notes.items())),
+            "samples": self.samples,
+            "worded": self.worded,
+            "segments": self.segments,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "masked_share": 1 - self.trained_tokens / self.tokens if self.tokens else None,
+            "reward_mean": sum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "rewarded": len(self.rewards),
+        }
+
+    def table(self) -> str:
+        """For people."""
+        found = self.summary()
+        share, reward = found["masked_share"], found["reward_mean"]
+        masked = "" if share is None else f" ({share:.1%} masked)"
+        lines = [
+            f"trials         {self.trials:,}",
+            f"converted      {self.converted:,} ({self.exact:,} from exact ids, {self.text:,} from text)",
+            f"skipped        {self.skipped.total():,}",
+            *(line for why, count in sorted(self.skipped.items()) for line in self._reason(why, count)),
+            f"segments       {self.segments:,}",
+            f"tokens         {self.tokens:,}, trained {self.trained_tokens:,}{masked}",
+            f"mean reward    {'-' if reward is None else f'{reward:.3f}'} ({len(self.rewards):,} rewarded)",
+        ]
+        if self.notes:
+            lines += ["notes", *(self._note(name, count) for name, count in sorted(self.notes.items()))]
+        return "\n".join(lines)
+
+    def _reason(self, why: str, count: int) -> list[str]:
+        named = self._named[why]
+        more = [f"    and {count - len(named):,} more"] if count > len(named) else []
+        return [f"  {why} {count:,}", *(f"    {line}" for line in named), *more]
+
+    def _note(self, name: str, count: int) -> str:
+        return f"  {name} {count:,}{f': {NOTES[name]}' if name in NOTES else ''}"

@@ -1,0 +1,72 @@
+"""Recorded rollouts of any form, to be trained on: jobs, runs and trajectories by conversion, samples as they are."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from dockyard.convert.samples import groups_of, read_samples
+from dockyard.convert.trials import Converted, read_trials
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.types import Group, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+def read_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
+    """Those that can be trained on, with others of their task; of a run of ours, with others of their step."""
+    if holds_samples(path):
+        groups = groups_of(read_samples(path))
+        _check_ids(groups, path, renderer)
+        return groups
+    by_group: dict[str, list[Rollout]] = {}
+    for converted in _convertible(path, renderer):
+        by_group.setdefault(converted.group or converted.rollout.task, []).append(converted.rollout)
+    return tuple(Group(task=rollouts[0].task, rollouts=tuple(rollouts)) for rollouts in by_group.values())
+
+
+def holds_samples(path: Path) -> bool:
+    """Whether a file holds what `dockyard convert` or SLiME wrote: by its suffix, or where that says little, inside."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".parquet":
+        return _has_tokens(path)
+    if path.suffix in (".json", ".jsonl"):
+        with path.open("rb") as file:
+            beginning = file.read(64).lstrip()
+        return beginning.startswith(b"[" if path.suffix == ".json" else b'{"group_index"')
+    return path.suffix == ".pt"
+
+
+def _has_tokens(path: Path) -> bool:
+    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        return "tokens" in parquet.read_schema(path).names  # pyright: ignore[reportUnknownMemberType]
+    except (OSError, ValueError):
+        return True  # whoever reads it says what is wrong
+
+
+def _check_ids(groups: tuple[Group, ...], path: Path, renderer: Renderer) -> None:
+    """Ids of another tokenizer would be trained on without an error, or end the run in the middle."""
+    segments = [segment for group in groups for rollout in group.rollouts for segment in rollout.segments]
+    largest = max((int(segment.token_ids.max(initial=0)) for segment in segments), default=0)
+    if largest >= renderer.max_ids:
+        hint = "`--model.name` names the model that the samples were made for"
+        raise DockyardError(f"`{path}` has the token id {largest}, which the model does not know", hint=hint)
+
+
+def _convertible(path: Path, renderer: Renderer) -> Iterator[Converted]:
+    """What was left out is named, and counted in the end."""
+    left_out: Counter[str] = Counter()
+    num_read = 0
+    for converted in read_trials(path, renderer):
+        num_read += 1
+        if converted.skipped:
+            left_out[converted.skipped] += 1
+            logger.warning("%s: %s%s", converted.where, converted.skipped, converted.detail and f": {converted.detail}")
+        else:
+            yield converted
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items())) or "none"
+    logger.info("%d rollouts in %s, left out: %s", num_read, path, reasons)

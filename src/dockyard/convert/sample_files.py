@@ -1,0 +1,258 @@
+"""Files of samples: parquet, JSON and JSONL, written and read one sample at a time, and SLiME's `.pt`.
+
+A file takes its name when it is whole. `.pt` is the exception to bounded memory: SLiME reads one pickled list.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dockyard.convert.parquet import Column, ParquetWriter, open_parquet, read_parquet
+from dockyard.convert.sample import Sample
+from dockyard.errors import DockyardError, UsageError
+from dockyard.run_dir.durable import sync_folder
+
+FORMATS = ("parquet", "json", "jsonl", "pt")
+_COLUMNS: tuple[Column, ...] = (
+    ("group_index", "int"),
+    ("index", "int"),
+    ("rollout_id", "int"),
+    ("prompt", "text"),
+    ("tokens", "int32s"),
+    ("response", "text"),
+    ("response_length", "int"),
+    ("label", "text"),
+    ("reward", "number"),
+    ("loss_mask", "int8s"),
+    ("rollout_log_probs", "floats"),
+    ("versions", "int32s"),
+    ("status", "text"),
+    ("remove_sample", "bool"),
+    ("metadata", "text"),  # as JSON: its keys are free
+)
+_OPTIONAL = ("prompt", "response", "label", "rollout_id", "rollout_log_probs", "versions", "remove_sample", "metadata")
+
+
+class SampleWriter(Protocol):
+    """An open file of samples."""
+
+    def write(self, sample: Sample) -> None: ...
+
+
+@contextmanager
+def open_writer(path: Path, format: str | None = None) -> Generator[SampleWriter]:  # noqa: A002
+    """A file to fill, in the format that its suffix names. It is there when the block ends well, and else is not."""
+    open_draft = _WRITERS[_format_of(path, format)]
+    with whole_file(path) as draft, ExitStack() as stack:
+        with writing(path):
+            writer = stack.enter_context(open_draft(draft))
+        yield _Checked(writer, path)
+        with writing(path):
+            stack.close()
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """What `open_writer` wrote, or SLiME's debug `.pt`, sample by sample."""
+    if not path.is_file():
+        raise UsageError(f"`{path}` is not a file", hint="write one with `dockyard convert JOB_DIR --output FILE`")
+    return _READERS[_format_of(path, None)](path)
+
+
+def _format_of(path: Path, format: str | None) -> str:  # noqa: A002
+    name = format or path.suffix.removeprefix(".")
+    if name not in FORMATS:
+        known = ", ".join(f"`.{name}`" for name in FORMATS)
+        raise UsageError(f"`{path}`: samples cannot be in the format `{name}`", hint=f"give the file one of {known}")
+    return name
+
+
+@contextmanager
+def whole_file(path: Path) -> Generator[Path]:
+    """Where to write a file that takes the name `path` when the block ends well, and is removed when it does not."""
+    draft = path.with_name(f".{path.name}.draft")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield draft
+        with writing(path):
+            _finish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _finish(draft: Path, path: Path) -> None:
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Say which file it is that the disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free some disk space, or choose another place for it"
+        raise DockyardError(f"cannot write `{path}`: {error.strerror or error}", hint=hint) from error
+
+
+class _Checked:
+    """Refuses what no reader would take back."""
+
+    def __init__(self, writer: SampleWriter, path: Path) -> None:
+        self._writer = writer
+        self._path = path
+
+    def write(self, sample: Sample) -> None:
+        logprobs = sample.rollout_log_probs
+        for name, is_finite in (
+            ("reward", sample.reward is None or math.isfinite(sample.reward)),
+            ("rollout_log_probs", logprobs is None or bool(np.isfinite(logprobs).all())),
+        ):
+            if not is_finite:
+                trial = sample.metadata.get("trial") or sample.label
+                hint = "its verifier or its engine gave it; leave the trial out"
+                raise DockyardError(f"`{name}` of trial `{trial}` is not a finite number", hint=hint)
+        with writing(self._path):
+            self._writer.write(sample)
+
+
+class _ParquetSamples:
+    def __init__(self, rows: ParquetWriter) -> None:
+        self._rows = rows
+
+    def write(self, sample: Sample) -> None:
+        row: dict[str, Any] = {name: getattr(sample, name) for name, _ in _COLUMNS}
+        row |= {"loss_mask": sample.loss_mask.astype(np.int8), "metadata": json.dumps(sample.metadata, allow_nan=False)}
+        self._rows.write(row, len(sample.tokens))
+
+
+class _JsonSamples:
+    def __init__(self, file: Any, between: str) -> None:
+        self._file = file
+        self._between = between
+        self._next = ""
+
+    def write(self, sample: Sample) -> None:
+        self._file.write(self._next + _to_json(sample.row()))
+        self._next = self._between
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@contextmanager
+def _write_parquet(draft: Path) -> Generator[SampleWriter]:
+    with ParquetWriter(draft, _COLUMNS) as rows:
+        yield _ParquetSamples(rows)
+
+
+@contextmanager
+def _write_json(draft: Path) -> Generator[SampleWriter]:
+    with draft.open("w", encoding="utf-8", errors="replace") as file:
+        file.write("[\n")
+        yield _JsonSamples(file, ",\n")
+        file.write("\n]\n")
+
+
+@contextmanager
+def _write_jsonl(draft: Path) -> Generator[SampleWriter]:
+    with draft.open("w", encoding="utf-8", errors="replace") as file:
+        yield _JsonSamples(file, "\n")
+        file.write("\n")
+
+
+@contextmanager
+def _write_pt(draft: Path) -> Generator[SampleWriter]:
+    from dockyard.convert.slime_pt import SlimeSamples
+
+    samples = SlimeSamples()
+    yield samples
+    samples.save(draft)
+
+
+def _read_parquet(path: Path) -> Iterator[Sample]:
+    file = open_parquet(path)
+    found: list[str] = file.schema_arrow.names
+    missing = [name for name, _ in _COLUMNS if name not in found and name not in _OPTIONAL]
+    if missing:
+        raise DockyardError(
+            f"`{path}` holds no samples: it has the columns {_named(found)}, and lacks {_named(missing)}",
+            hint="samples come from `dockyard convert`; a file of traces is converted by it as well",
+        )
+    columns = [name for name, _ in _COLUMNS if name in found]
+    for number, row in enumerate(read_parquet(file, path, columns), 1):
+        where = f"`{path}` row {number}"
+        yield _sample(row, where)
+
+
+def _sample(row: dict[str, Any], where: str) -> Sample:
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
+        row["metadata"] = _parse(metadata, f"`metadata` of {where}")
+    given = {name: value for name, value in row.items() if value is not None}
+    return Sample.of_row(given, where)
+
+
+def _read_jsonl(path: Path) -> Iterator[Sample]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"`{path}` line {number}"
+                yield _sample(_object(_parse(line, where), where), where)
+
+
+def _read_json(path: Path) -> Iterator[Sample]:
+    rows = _parse(path.read_bytes(), f"`{path}`")
+    if not isinstance(rows, list):
+        raise DockyardError(f"`{path}` is not a list of samples", hint="write it with `dockyard convert`")
+    for number, row in enumerate(rows, 1):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        where = f"`{path}` sample {number}"
+        yield _sample(_object(row, where), where)
+
+
+def _read_pt(path: Path) -> Iterator[Sample]:
+    from dockyard.convert.slime_pt import load_slime
+
+    for number, row in enumerate(load_slime(path), 1):
+        where = f"`{path}` sample {number}"
+        yield _sample(_object(row, where), where)
+
+
+def _parse(text: str | bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DockyardError(f"{where} is not JSON: {error}", hint="was it cut? write the file anew") from error
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DockyardError(f"{where} is not a sample", hint="write the file with `dockyard convert`")
+    return row  # pyright: ignore[reportUnknownVariableType]
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+_WRITERS: dict[str, Callable[[Path], Any]] = {
+    "parquet": _write_parquet,
+    "json": _write_json,
+    "jsonl": _write_jsonl,
+    "pt": _write_pt,
+}
+_READERS: dict[str, Callable[[Path], Iterator[Sample]]] = {
+    "parquet": _read_parquet,
+    "json": _read_json,
+    "jsonl": _read_jsonl,
+    "pt": _read_pt,
+}

@@ -1,0 +1,181 @@
+"""Rollouts become samples, and samples become groups of rollouts again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dockyard.convert.conversation import Converted
+from dockyard.convert.sample import Sample, Status
+from dockyard.convert.sample_files import open_writer, read_samples
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.types import Blame, Failure, Group, Rollout, Segment
+
+__all__ = ["Sample", "SampleNumbers", "Status", "groups_of", "open_writer", "read_samples", "samples_of"]
+
+_LOST = ("no_reward", "unreadable")
+_OUT_OF_BUDGET = ("agent_timeout", "rollout_timeout", "context_overflow", "output_limit", "model_limit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a sample stands in its file."""
+
+    group_index: int
+    rollout_id: int
+    index: int
+    segment: int
+
+
+class SampleNumbers:
+    """Counts groups, rollouts and samples while a job goes by."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, int] = {}
+        self._num_rollouts = 0
+        self._num_samples = 0
+
+    def take(self, group_name: str, num_samples: int) -> list[_Place]:
+        """The places of one rollout's samples, in the group of this name."""
+        group = self._groups.setdefault(group_name, len(self._groups))
+        first, rollout = self._num_samples, self._num_rollouts
+        self._num_samples += num_samples
+        self._num_rollouts += 1
+        return [
+            _Place(group_index=group, rollout_id=rollout, index=first + segment, segment=segment)
+            for segment in range(num_samples)
+        ]
+
+
+def samples_of(converted: Converted, numbers: SampleNumbers, renderer: Renderer | None) -> list[Sample]:
+    """One for each segment; for a rollout that is lost one that trains nothing, so that its group keeps its size.
+
+    None for what has a reward and no tokens, or is not over yet.
+    """
+    rollout = converted.rollout
+    trained = [segment for segment in rollout.segments if segment.sampled.any()]
+    if converted.skipped is None and trained:
+        places = numbers.take(converted.group or rollout.task, len(trained))
+        return [_sample(*pair, converted, renderer) for pair in zip(trained, places, strict=True)]
+    if rollout.reward is None and rollout.task and converted.skipped in _LOST:
+        [place] = numbers.take(converted.group or rollout.task, 1)
+        return [_padding(place, converted)]
+    return []
+
+
+def _sample(segment: Segment, place: _Place, converted: Converted, renderer: Renderer | None) -> Sample:
+    rollout = converted.rollout
+    start = int(np.argmax(segment.sampled))
+    return Sample(
+        group_index=place.group_index,
+        index=place.index,
+        rollout_id=place.rollout_id,
+        prompt=renderer.text(segment.token_ids[:start]) if renderer else "",
+        tokens=segment.token_ids,
+        response=renderer.text(segment.token_ids[start:]) if renderer else "",
+        response_length=len(segment.token_ids) - start,
+        label=rollout.task,
+        reward=rollout.reward,
+        loss_mask=segment.sampled[start:],
+        rollout_log_probs=None if segment.logprobs is None else segment.logprobs[start:],
+        versions=None if segment.versions is None else segment.versions[start:],
+        status=_status(rollout),
+        remove_sample=rollout.reward is None,
+        metadata=_metadata(converted, place.segment),
+    )
+
+
+def _padding(place: _Place, converted: Converted) -> Sample:
+    """SLiME's idiom for a rollout that gave nothing to train on."""
+    return Sample(
+        group_index=place.group_index,
+        index=place.index,
+        rollout_id=place.rollout_id,
+        prompt="",
+        tokens=np.zeros(2, np.int32),
+        response="",
+        response_length=1,
+        label=converted.rollout.task,
+        reward=None,
+        loss_mask=np.zeros(1, np.bool_),
+        rollout_log_probs=None,
+        status=Status.ABORTED.value,
+        remove_sample=True,
+        metadata=_metadata(converted, 0),
+    )
+
+
+def _metadata(converted: Converted, segment: int) -> dict[str, Any]:
+    rollout, failure = converted.rollout, converted.rollout.failure
+    return {
+        "task": rollout.task,
+        "kind": rollout.kind,
+        "attempt": rollout.attempt,
+        "trial": converted.trial,
+        "agent": converted.agent,
+        "model": converted.model,
+        "segment": segment,
+        "exact": converted.exact,
+        "failure": failure and {"cause": failure.cause, "blame": failure.blame.value, "message": failure.message},
+        "skipped": converted.skipped,
+    }
+
+
+def _status(rollout: Rollout) -> str:
+    if rollout.failure is None:
+        return Status.COMPLETED.value
+    if rollout.failure.blame is Blame.INFRASTRUCTURE:
+        return Status.ABORTED.value
+    return (Status.TRUNCATED if rollout.failure.cause in _OUT_OF_BUDGET else Status.FAILED).value
+
+
+def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
+    """Rollouts with their segments, by task. One that is lost has no reward, and stays in its group."""
+    groups: dict[int, dict[int, list[Sample]]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, {}).setdefault(sample.rollout_id, []).append(sample)
+    return tuple(_group(group) for group in groups.values())
+
+
+def _group(rollouts: dict[int, list[Sample]]) -> Group:
+    made = tuple(_rollout(siblings, attempt) for attempt, siblings in enumerate(rollouts.values()))
+    return Group(task=made[0].task, rollouts=made)
+
+
+def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
+    """`attempt` is its place in the group, for files of SLiME's that do not say it."""
+    first = siblings[0]
+    rewards = {sample.reward for sample in siblings}
+    if len(rewards) > 1:
+        raise DockyardError(
+            f"rollout {first.rollout_id} of `{first.label}` has the rewards {sorted(map(str, rewards))}",
+            hint="all samples of a rollout carry the same reward; does the file mix several jobs?",
+        )
+    metadata = first.metadata
+    return Rollout(
+        task=str(metadata.get("task") or first.label),
+        kind=str(metadata.get("kind") or ""),
+        attempt=int(metadata.get("attempt", attempt)),
+        segments=tuple(_segment(sample) for sample in siblings if sample.loss_mask.any()),
+        reward=first.reward,
+        failure=_failure(metadata.get("failure")),
+    )
+
+
+def _failure(recorded: dict[str, str] | None) -> Failure | None:
+    if not recorded:
+        return None
+    return Failure(cause=recorded["cause"], blame=Blame(recorded["blame"]), message=recorded["message"])
+
+
+def _segment(sample: Sample) -> Segment:
+    before = len(sample.tokens) - sample.response_length
+    logprobs, versions = sample.rollout_log_probs, sample.versions
+    return Segment(
+        token_ids=sample.tokens,
+        sampled=np.concatenate([np.zeros(before, np.bool_), sample.loss_mask]),
+        logprobs=None if logprobs is None else np.concatenate([np.zeros(before, np.float32), logprobs]),
+        versions=None if versions is None else np.concatenate([np.full(before, -1, np.int32), versions]),
+    )

@@ -1,0 +1,78 @@
+"""SLiME's debug file: `--load-debug-rollout-data` trains from it without an engine. The one part here that needs torch.
+
+SLiME looks at the first sample to see whether log-probabilities were recorded, and then takes those of all. So a file
+has them for every sample, or for none: a part of them would be worse than recomputing all.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dockyard.convert.sample import Sample
+from dockyard.errors import DockyardError
+
+logger = logging.getLogger(__name__)
+
+
+class SlimeSamples:
+    """Collects samples for one file."""
+
+    def __init__(self) -> None:
+        _torch()  # better now than after hours of conversion
+        self._samples: list[dict[str, Any]] = []
+
+    def write(self, sample: Sample) -> None:
+        self._samples.append(_slime_row(sample))
+
+    def save(self, path: Path) -> None:
+        trained = [row for row in self._samples if any(row["loss_mask"])]
+        recorded = [row for row in trained if row["rollout_log_probs"] is not None]
+        if 0 < len(recorded) < len(trained):
+            missing = len(trained) - len(recorded)
+            logger.warning("%d of %d samples have no log-probabilities: none are written", missing, len(trained))
+        every = bool(trained) and len(recorded) == len(trained)
+        for row in self._samples:
+            zeros = [0.0] * row["response_length"]  # of a lost rollout
+            row["rollout_log_probs"] = (row["rollout_log_probs"] or zeros) if every else None
+        _torch().save({"rollout_id": 0, "samples": self._samples}, path)
+
+
+def load_slime(path: Path) -> list[Any]:
+    """The samples of a file, as SLiME or we wrote it."""
+    try:
+        content = _torch().load(path, weights_only=True, map_location="cpu")
+        return list(content["samples"])
+    except DockyardError:
+        raise
+    except Exception as error:  # torch has no error of its own for what is not its file
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        hint = "SLiME writes one with `--save-debug-rollout-data`, `dockyard convert` with `--output FILE.pt`"
+        raise DockyardError(f"`{path}` holds no samples of SLiME's: {reason}", hint=hint) from error
+
+
+def _slime_row(sample: Sample) -> dict[str, Any]:
+    """The fields that SLiME and Miles both have."""
+    row = sample.row()
+    versions: list[int] | None = row.pop("versions")
+    row["reward"] = 0.0 if sample.reward is None else sample.reward  # and `remove_sample` is set
+    row["weight_versions"] = _calls(versions or [])
+    return row
+
+
+def _calls(versions: list[int]) -> list[str]:
+    """The version of each stretch that was drawn in one go."""
+    changes = np.flatnonzero(np.diff(np.array(versions, np.int32), prepend=-1))
+    return [str(versions[place]) for place in changes if versions[place] >= 0]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise DockyardError(
+            "SLiME's `.pt` files need torch, which is not installed",
+            hint="`pip install 'dockyard[train]'`, or give the output the suffix `.parquet`",
+        ) from error
+    return torch

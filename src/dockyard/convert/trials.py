@@ -1,0 +1,166 @@
+"""Recorded attempts on disk, one at a time: Harbor's jobs and trials, our own runs, traces, single trajectories.
+
+What is broken in one of them is named on it, and the others are read all the same.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from harbor import TrialResult
+from harbor.agents.agent_auth_resolution import SKIP_MODEL_PARSING_PROVIDER
+from pydantic import BaseModel, ValidationError
+
+from dockyard.convert.atif import UnreadableError
+from dockyard.convert.completions import read_completions
+from dockyard.convert.conversation import Converted
+from dockyard.convert.logs import TELL_MORE, conversation_from_log
+from dockyard.convert.runs import is_run, read_recorded, read_run
+from dockyard.convert.tokens import Tokeniser, skip
+from dockyard.convert.told import TRAJECTORY, Told, read_told
+from dockyard.convert.traced import read_traced
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.rollout.job import ASK_NO_MODEL, read_result, rollout_of_trial, task_name, trial_folders
+from dockyard.types import Failure, Rollout
+
+__all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
+
+_COMPLETIONS = "completions"
+
+
+def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) -> Iterator[Converted]:
+    """What became of each attempt. Without `exact`, ids that were kept are not used.
+
+    `path` is a job, a trial, a run of ours or a file of its rollouts, an ATIF trajectory, or a parquet of traces.
+    """
+    tokeniser = Tokeniser(renderer, exact)
+    if not path.exists():
+        raise DockyardError(f"there is no `{path}`", hint="name the folder of a Harbor job, e.g. `jobs/NAME`")
+    if path.is_dir():
+        yield from read_run(path, tokeniser) if is_run(path) else _read_job(path, tokeniser)
+    elif path.suffix == ".parquet":
+        yield from read_traced(path, tokeniser)
+    elif path.suffix == ".jsonl":
+        yield from read_recorded(path, tokeniser)
+    else:
+        yield _read_trajectory(path, tokeniser)
+
+
+def count_trials(path: Path) -> int | None:
+    """How many attempts there are to read, where that is quickly known."""
+    return len(trial_folders(path)) if path.is_dir() and not is_run(path) else None
+
+
+def unfinished(path: Path) -> str | None:
+    """That a job is still running, in words; None if it is over, or none."""
+    try:
+        job = _Job.model_validate_json((path / "result.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return None if job.finished_at else f"the job is not finished: it has {job.n_total_trials:,} trials in all"
+
+
+class _Job(BaseModel):
+    n_total_trials: int
+    finished_at: str | None = None
+
+
+def _read_job(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    seen: Counter[str] = Counter()
+    for trial in trial_folders(path):
+        result = read_result(trial)
+        task = task_name(trial, result)
+        found = _found(trial, result, task, seen[task])
+        seen[task] += 1
+        yield _with_words(found, trial, result, tokeniser) if isinstance(result, TrialResult) else found
+
+
+def _found(trial: Path, result: TrialResult | Failure, task: str, attempt: int) -> Converted:
+    """How the trial ended, and the tokens that its result has."""
+    if isinstance(result, Failure):
+        still = result.cause == "cancelled"
+        detail = f"{result.message}: it is still running, or was killed" if still else result.message
+        rollout = rollout_of_trial(result, task, attempt)
+        why = "running" if still else "unreadable"
+        return Converted(
+            where=str(trial), trial=trial.name, agent="", model="", rollout=rollout, skipped=why, detail=detail
+        )
+    found = Converted(
+        where=str(trial),
+        trial=result.trial_name,
+        agent=result.agent_info.name,
+        model=_model(result),
+        rollout=Rollout(task=task, kind="", attempt=attempt, segments=(), reward=None, failure=None),
+    )
+    try:
+        return replace(found, rollout=rollout_of_trial(result, task, attempt))
+    except OverflowError:
+        return skip(found, "unreadable", f"`{trial / 'result.json'}` has token ids that are none")
+
+
+def _model(result: TrialResult) -> str:
+    model = result.agent_info.model_info
+    if model is None:
+        return ""
+    is_named = model.provider and model.provider != SKIP_MODEL_PARSING_PROVIDER
+    return f"{model.provider}/{model.name}" if is_named else model.name
+
+
+def _with_words(found: Converted, trial: Path, result: TrialResult, tokeniser: Tokeniser) -> Converted:
+    """With what was said, and with tokens."""
+    if found.skipped is None and found.agent in ASK_NO_MODEL:
+        return skip(found, "no_model_calls", f"`{found.agent}` asks no model")
+    try:
+        told = _told(trial, result)
+    except (UnreadableError, OverflowError) as error:
+        if not (found.rollout.segments and tokeniser.exact):
+            return skip(found, "unreadable", str(error))
+        found, told = replace(found, notes=("trajectory_unreadable",)), Told(conversations=())
+    return _give(found, told, tokeniser)
+
+
+def _give(found: Converted, told: Told, tokeniser: Tokeniser) -> Converted:
+    failure = found.rollout.failure
+    found = replace(
+        found,
+        model=found.model or told.model,
+        conversations=told.conversations,
+        notes=(*found.notes, *sorted(told.notes)),
+    )
+    if failure and found.rollout.reward is None:
+        return skip(found, "no_reward", f"{failure.cause}: {failure.message}")
+    return tokeniser.give(found, told.turns)
+
+
+def _told(trial: Path, result: TrialResult) -> Told:
+    """Model calls that were logged tell most, then a trajectory, then whatever log the agent wrote."""
+    steps = [trial / "steps" / step.step_name / "agent" for step in result.step_results or []]
+    folders = [folder for folder in (*steps, trial / "agent") if folder.is_dir()]
+    logged = [folder / _COMPLETIONS for folder in folders if any((folder / _COMPLETIONS).glob("*.json"))]
+    if logged:
+        return Told.joined(read_completions(folder) for folder in logged)
+    trajectories = [file for folder in folders if (file := folder / TRAJECTORY).is_file()]
+    told, agent = read_told(*trajectories) if trajectories else Told(conversations=()), result.agent_info.name
+    if trajectories and agent not in TELL_MORE:
+        return told
+    words = conversation_from_log(trial, agent)
+    return replace(told, conversations=words, turns=()) if words else told
+
+
+def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
+    """A trajectory by itself. Its reward is known if it lies in its trial."""
+    trial = file.parent.parent
+    result = read_result(trial) if file.parent.name == "agent" else None
+    if isinstance(result, TrialResult):
+        found = replace(_found(trial, result, task_name(trial, result), 0), where=str(file))
+    else:
+        rollout = Rollout(task=file.stem, kind="", attempt=0, segments=(), reward=None, failure=None)
+        found = Converted(where=str(file), trial=file.stem, agent="", model="", rollout=rollout, notes=("no_reward",))
+    try:
+        return _give(found, read_told(file), tokeniser)
+    except (UnreadableError, OverflowError) as error:
+        return skip(found, "unreadable", str(error))

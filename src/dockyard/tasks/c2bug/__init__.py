@@ -1,0 +1,123 @@
+"""C2Bug: bugs put into real repositories, as Harbor tasks. A row becomes a task, or is named with the reason why not.
+
+The repository is in the task's image at its base commit with the bug, without history and without the tests that show
+it; these are in `tests/`, which the agent never sees. `docs/guides/tasks.md` says which columns a dataset needs.
+"""
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dockyard.errors import DockyardError
+from dockyard.tasks.c2bug.prepare import prepare
+from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout, read_bug
+from dockyard.tasks.c2bug.task import task_files, task_name
+from dockyard.tasks.c2bug.template import read_template
+from dockyard.tasks.folder import Skipped, Written, write_task
+from dockyard.tasks.repository import GitError, Repositories, Repository
+from dockyard.tasks.rows import Row, Rows, read_rows
+from dockyard.tasks.select import Selection
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DATASET = "TwelfthStar/c2bug_tasks_django_Jan-22-2026"
+
+
+def write_c2bug_tasks(
+    folder: Path,
+    *,
+    dataset: str = DEFAULT_DATASET,
+    split: str | None = None,
+    selection: Selection | None = None,
+    mapping: Mapping[str, str] | None = None,
+    repositories: Path | None = None,
+    template: Path | None = None,
+    image: str | None = None,
+) -> Written:
+    """Write a task folder for each chosen row.
+
+    `repositories` holds local checkouts or bundles, `template` four files instead of ours; `image` is for every task.
+    """
+    if repositories is not None and not repositories.is_dir():
+        raise DockyardError(f"`{repositories}` is not a folder of repositories", hint="check `--repositories`")
+    texts = read_template(template)
+    rows = read_rows(dataset, split=split)
+    columns = match_layout(rows.columns, mapping or {}, dataset) if rows.rows else {}
+    written = Written(folder, skipped=[*rows.skipped])
+    chosen = _choose(rows, columns, selection or Selection(), written)
+    with tempfile.TemporaryDirectory(prefix="dockyard-c2bug-") as work:
+        writer = _Writer(folder, Path(work), Repositories(Path(work), repositories), texts, image)
+        for row in chosen:
+            _write(row, columns, writer, written)
+    return written
+
+
+def _choose(rows: Rows, columns: Mapping[str, str], selection: Selection, written: Written) -> list[Row]:
+    """Ids that are not there are named, and are an error only where no other is asked for."""
+    named = _named(rows, columns, written)
+    if not named:
+        return []
+    there = {str(row.values[columns["instance_id"]]) for row in named}
+    known, missing = selection.known(there)
+    written.skipped += [Skipped(where=f"`{rows.source}`", why=f"has no id `{name}`") for name in missing]
+    return known.apply(
+        named,
+        id_of=lambda row: str(row.values[columns["instance_id"]]),
+        repo_of=lambda row: str(row.values[columns["repo"]]),
+        where=rows.source,
+    )
+
+
+def _named(rows: Rows, columns: Mapping[str, str], written: Written) -> list[Row]:
+    """Those that can be chosen: they have a repository, and a name that was not there before."""
+    named: dict[str, Row] = {}
+    for row in rows.rows:
+        identity, repo = (row.values.get(columns[name]) for name in ("instance_id", "repo"))
+        name = task_name(str(identity or ""))
+        if not name or not repo:
+            lacks = columns["repo" if name else "instance_id"]
+            written.skipped.append(Skipped(where=row.place, why=f"its `{lacks}` is empty"))
+        elif name in named:
+            written.skipped.append(Skipped(where=row.place, why=f"`{identity}` is also in {named[name].place}"))
+        else:
+            named[name] = row
+    return list(named.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    folder: Path
+    work: Path
+    repositories: Repositories
+    template: Mapping[str, str]
+    image: str | None
+
+    def write(self, bug: Bug) -> str:
+        """The name of the task."""
+        address = self.repositories.find(bug.repo, bug.clone_url.strip() or None)
+        repository = self.repositories.open(address, bug.base_commit)
+        prepared = prepare(bug, repository)
+        archive = self._archive(repository, prepared.base)
+        name = task_name(bug.instance_id)
+        write_task(self.folder / name, task_files(bug, prepared, archive, self.template, self.image))
+        return name
+
+    def _archive(self, repository: Repository, tree: str) -> Path:
+        """Made once for all bugs of a commit."""
+        file = self.work / f"{tree}.tar.gz"
+        if not file.exists():
+            file.write_bytes(repository.archive(tree))
+        return file
+
+
+def _write(row: Row, columns: Mapping[str, str], writer: _Writer, written: Written) -> None:
+    try:
+        name = writer.write(read_bug(row, columns))
+    except (RowError, GitError, UnicodeError) as error:
+        identity = row.values.get(columns["instance_id"])
+        written.skipped.append(Skipped(where=f"{row.place} (`{identity}`)", why=str(error)))
+    else:
+        logger.info("wrote %s", name)
+        written.names.append(name)

@@ -1,0 +1,1 @@
+"""What grades a task, inside its container: copied there as it is, so it stands on its own."""

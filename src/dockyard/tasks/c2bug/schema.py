@@ -1,0 +1,195 @@
+"""The columns of a C2Bug dataset, and what one row says."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dockyard.errors import UsageError
+from dockyard.tasks.columns import Column, match_columns, unknown_layout
+from dockyard.tasks.rows import Row
+
+_BASE = Column(
+    name="base_commit",
+    about="the commit that the patch belongs to",
+    aliases=("commit", "base_sha", "commit_sha", "commit_hash"),
+    needed=False,
+)
+_BUG = Column(
+    name="bug_patch",
+    about="makes the bug",
+    aliases=("buggy_patch", "bug_diff", "inject_patch", "mutation_patch"),
+    needed=False,
+)
+_GOLD = Column(
+    name="gold_patch",
+    about="mends it",
+    aliases=("golden_patch", "fix_patch", "solution_patch", "reference_patch"),
+    needed=False,
+)
+_TESTS = (
+    Column(
+        name="fail_to_pass",
+        about="the tests that the bug breaks",
+        aliases=("FAIL_TO_PASS", "f2p", "failing_tests"),
+        needed=False,
+    ),
+    Column(
+        name="pass_to_pass",
+        about="the tests that must go on passing",
+        aliases=("PASS_TO_PASS", "p2p", "passing_tests"),
+        needed=False,
+    ),
+    Column(
+        name="test_files",
+        about="test files to run",
+        aliases=("test_file", "test_paths", "tests", "tests_to_run"),
+        needed=False,
+    ),
+    Column(
+        name="test_command",
+        about="how the tests are run",
+        aliases=("test_cmd", "test_cmds", "test_commands"),
+        needed=False,
+    ),
+    Column(name="test_patch", about="adds the hidden tests", aliases=("tests_patch",), needed=False),
+)
+COLUMNS = (
+    Column(name="instance_id", about="a name for the bug", aliases=("task_id", "bug_id", "id")),
+    Column(name="repo", about="the repository as `owner/name`", aliases=("repository", "repo_name")),
+    _BASE,
+    _BUG,
+    _GOLD,
+    Column(
+        name="problem_statement",
+        about="what the agent is told",
+        aliases=("issue", "issue_text", "problem", "instruction", "description"),
+    ),
+    *_TESTS,
+    Column(
+        name="image",
+        about="the container image to start from",
+        aliases=("docker_image", "image_name", "base_image"),
+        needed=False,
+    ),
+    Column(
+        name="install",
+        about="commands that install what the tests need",
+        aliases=("install_commands", "install_command", "install_cmd", "setup_commands"),
+        needed=False,
+    ),
+    Column(
+        name="clone_url",
+        about="where the repository is: a URL, a checkout or a bundle",
+        aliases=("repo_url", "git_url", "bundle", "repo_path"),
+        needed=False,
+    ),
+    Column(name="workdir", about="where the repository is put", aliases=("repo_dir", "working_dir"), needed=False),
+)
+_PATCH = "patch"
+"""SWE-bench's name for what mends a bug, and SWE-smith's for what makes it."""
+
+
+class RowError(Exception):
+    """Why a row becomes no task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """One row."""
+
+    instance_id: str
+    repo: str
+    base_commit: str | None
+    """None: the HEAD of the repository, as in SWE-smith, where each repository is at the commit that is meant."""
+    bug_patch: str
+    gold_patch: str
+    """One of the two may be empty: it is the reverse of the other."""
+    problem_statement: str
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    test_files: tuple[str, ...] = ()
+    test_command: str = ""
+    test_patch: str = ""
+    image: str = ""
+    install: str = ""
+    clone_url: str = ""
+    workdir: str = ""
+
+
+def match_layout(found: Collection[str], mapping: Mapping[str, str], where: str) -> dict[str, str]:
+    """Our columns to the dataset's. What is needed and not there is an error that says how to name it."""
+    matched = match_columns(COLUMNS, found, mapping, where)
+    is_smith = False
+    if not {"bug_patch", "gold_patch"} & set(matched) and _PATCH in found and _PATCH not in mapping.values():
+        ours = _what_patch_is(found, where)
+        matched[ours] = _PATCH
+        is_smith = ours == "bug_patch"
+    if not {"bug_patch", "gold_patch"} & set(matched):
+        raise unknown_layout(COLUMNS, found, [_BUG, _GOLD], where)
+    if "base_commit" not in matched and not is_smith:
+        raise unknown_layout(COLUMNS, found, [_BASE], where)
+    if not {column.name for column in _TESTS} - {"pass_to_pass"} & set(matched):
+        raise unknown_layout(COLUMNS, found, _TESTS, where)
+    return matched
+
+
+def _what_patch_is(found: Collection[str], where: str) -> str:
+    """By the columns that only one of the two datasets has; else nobody can know."""
+    if {"base_commit", "test_patch"} <= set(found):
+        return "gold_patch"
+    if "image_name" in found and not {"base_commit", "test_patch"} & set(found):
+        return "bug_patch"
+    raise UsageError(
+        f"`{where}` has a column `patch`: it may make the bug (as in SWE-smith) or mend it (as in SWE-bench)",
+        hint="say which: `--map bug_patch=patch` or `--map gold_patch=patch`",
+    )
+
+
+def read_bug(row: Row, columns: Mapping[str, str]) -> Bug:
+    """What a row says; an error names the column that cannot be read."""
+    cells = {ours: row.values.get(theirs) for ours, theirs in columns.items()}
+    texts = {name: _text(cells.get(name), columns.get(name, name)) for name in _TEXTS}
+    lists = {name: _words(cells.get(name)) for name in ("fail_to_pass", "pass_to_pass", "test_files")}
+    commands = {name: "\n".join(_words(cells.get(name))) for name in ("install", "test_command")}
+    for name in ("instance_id", "repo", "problem_statement"):
+        if not texts[name].strip():
+            raise RowError(f"its `{columns[name]}` is empty")
+    if "base_commit" in columns and not texts["base_commit"].strip():
+        raise RowError(f"its `{columns['base_commit']}` is empty")
+    if not texts["bug_patch"].strip() and not texts["gold_patch"].strip():
+        raise RowError("it has no patch")
+    base = texts.pop("base_commit").strip() or None
+    return Bug(base_commit=base, **texts, **commands, **lists)  # pyright: ignore[reportArgumentType]
+
+
+_TEXTS = (
+    *("instance_id", "repo", "base_commit", "bug_patch", "gold_patch", "problem_statement"),
+    *("test_patch", "image", "clone_url", "workdir"),
+)
+
+
+def _text(value: Any, column: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise RowError(f"its `{column}` is {type(value).__name__}, not text")
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """A list, a list as JSON, or lines."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass
+    if isinstance(value, str):
+        return tuple(line for line in value.splitlines() if line.strip())
+    if isinstance(value, list | tuple):
+        return tuple(str(word) for word in cast("list[Any]", value) if word is not None and str(word).strip())
+    if value is None:
+        return ()
+    raise RowError(f"{value!r} is neither text nor a list")

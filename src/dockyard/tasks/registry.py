@@ -1,0 +1,193 @@
+"""A dataset by its folder, or by its name in one of Harbor's registries, becomes tasks on this machine.
+
+What the hosted registry gave is kept under the dataset's name, so that the next run needs no network.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from dockyard.cache import cache_dir
+from dockyard.errors import DockyardError
+from dockyard.run_dir.durable import whole_folder
+from dockyard.tasks import load_tasks
+from dockyard.tasks.select import Selection
+from dockyard.types import Task
+
+if TYPE_CHECKING:
+    from harbor.registry.client.base import BaseRegistryClient
+
+logger = logging.getLogger(__name__)
+
+REGISTRY_VARIABLE = "DOCKYARD_REGISTRY"
+_REACH_S = 5.0
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.:-]+)?")
+_INSTANCE = re.compile(r"(?P<owner>.+?)__(?P<name>.+)-\d+")
+"""As SWE-bench names them: `django__django-11099`."""
+
+
+async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> list[Task]:
+    """The tasks in this folder, or of `name@version`: in this `registry.json`, among those kept, or in Harbor's own.
+
+    Without `registry` the variable `DOCKYARD_REGISTRY` may name one.
+    """
+    if isinstance(dataset, Path) or _is_folder(dataset):
+        return load_tasks(Path(dataset).expanduser())  # noqa: ASYNC240 - nothing else runs yet
+    if not _NAME.fullmatch(dataset):
+        hint = "name a folder of tasks, or a dataset as `name@version`"
+        raise DockyardError(f"`{dataset}` is neither a folder nor the name of a dataset", hint=hint)
+    file = registry or _registry_of_environment()
+    if file:
+        return await _listed(dataset, file)
+    kept = find_kept(dataset)
+    return _load_kept(kept) if kept else await _hosted(dataset)
+
+
+def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Task]:
+    """The chosen ones, by what their `task.toml` says of repository and instance, else by their names."""
+    about = {task.name: _metadata(task) for task in tasks}
+    return selection.apply(
+        tasks,
+        id_of=lambda task: str(about[task.name].get("instance_id") or task.name),
+        repo_of=lambda task: str(about[task.name].get("repo") or _repo_in(task.name)),
+        where=where,
+    )
+
+
+def kept_datasets() -> Path:
+    """One folder per `name@version`, with task folders or links to them; `DOCKYARD_CACHE` moves it."""
+    return cache_dir() / "datasets"
+
+
+def find_kept(dataset: str) -> Path | None:
+    """Where a dataset is kept. Of a name without version the newest that is kept is taken."""
+    label = _label(dataset)
+    exact = kept_datasets() / label
+    if "@" in label or exact.is_dir():
+        return exact if exact.is_dir() else None
+    versions = {path.name.partition("@")[2]: path for path in kept_datasets().glob(f"{label}@*") if path.is_dir()}
+    if not versions:
+        return None
+    from harbor.registry.client.base import resolve_version
+
+    newest = versions[resolve_version(list(versions))]
+    logger.info("`%s` is taken from `%s`", dataset, newest)
+    return newest
+
+
+async def fetch_and_keep(dataset: str, client: "BaseRegistryClient") -> Path:
+    """Download a dataset and keep a copy: Harbor's own cache is by content, and `harbor cache clean` empties it."""
+    from harbor.registry.client.base import EmptyDatasetError
+
+    about = await client.get_dataset_metadata(dataset)
+    if not about.task_ids:
+        raise EmptyDatasetError(dataset)
+    items = await client.download_dataset(dataset)
+    folder = kept_datasets() / _label(dataset if "@" in dataset else f"{dataset}@{about.version}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(folder) as draft:
+        for item in items:
+            shutil.copytree(item.downloaded_path, draft / item.id.get_name().rpartition("/")[2])
+    logger.info("%d tasks of `%s` are kept in `%s`", len(items), dataset, folder)
+    return folder
+
+
+async def check_reach(url: str, timeout_s: float = _REACH_S) -> None:
+    """Fail at once where the client would try again for long. Behind a proxy only the client knows."""
+    parts = urlsplit(url)
+    if parts.scheme in getproxies():
+        return
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    async with asyncio.timeout(timeout_s):
+        _, writer = await asyncio.open_connection(parts.hostname, port)
+    writer.close()
+
+
+def _is_folder(name: str) -> bool:
+    return name != "" and Path(name).expanduser().is_dir()
+
+
+def _registry_of_environment() -> Path | None:
+    named = os.environ.get(REGISTRY_VARIABLE)
+    return Path(named).expanduser() if named else None
+
+
+def _label(dataset: str) -> str:
+    return dataset.replace("/", "__")
+
+
+async def _listed(dataset: str, registry: Path) -> list[Task]:
+    from harbor.registry.client.factory import RegistryClientFactory
+
+    try:
+        items = await RegistryClientFactory.create(registry_path=registry).download_dataset(dataset)
+    except Exception as error:  # Harbor raises whatever its clients raise; the name and the registry are the user's
+        raise DockyardError(
+            f"the dataset `{dataset}` could not be had from `{registry}`: {_reason(error)}",
+            hint="it lists datasets as `name`, `version`, `description` and `tasks`, each with `name` and `path`",
+        ) from error
+    return [task for item in items for task in load_tasks(item.downloaded_path)]
+
+
+def _load_kept(folder: Path) -> list[Task]:
+    dead = [path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
+    if dead:
+        raise DockyardError(
+            f"`{dead[0]}` leads nowhere; {len(dead)} links of `{folder.name}` do",
+            hint=f"mend them, or remove `{folder}` to fetch the dataset anew",
+        )
+    return load_tasks(folder)
+
+
+async def _hosted(dataset: str) -> list[Task]:
+    from harbor.registry.client.harbor.config import HARBOR_SUPABASE_URL
+
+    hint = (
+        f"name a folder of tasks, set {REGISTRY_VARIABLE} to a `registry.json` that lists local ones, "
+        f"or put task folders in `{kept_datasets() / _label(dataset)}`"
+    )
+    try:
+        await check_reach(HARBOR_SUPABASE_URL)
+    except OSError as error:  # asyncio's timeout is one as well
+        raise DockyardError(
+            f"the dataset `{dataset}` is not kept here and Harbor's registry cannot be reached: {_reason(error)}",
+            hint=hint,
+        ) from error
+    try:
+        return load_tasks(await fetch_and_keep(dataset, _hosted_client(dataset)))
+    except DockyardError:
+        raise
+    except Exception as error:  # as above
+        raise DockyardError(
+            f"the dataset `{dataset}` could not be had from Harbor's registry: {_reason(error)}", hint=hint
+        ) from error
+
+
+def _hosted_client(dataset: str) -> "BaseRegistryClient":
+    """Harbor keeps datasets that belong to somebody, `org/name`, in another place."""
+    from harbor.registry.client.factory import RegistryClientFactory
+    from harbor.registry.client.package import PackageDatasetClient
+
+    return PackageDatasetClient() if "/" in dataset else RegistryClientFactory.create()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _metadata(task: Task) -> dict[str, Any]:
+    return tomllib.loads((task.path / "task.toml").read_text()).get("metadata", {})
+
+
+def _repo_in(name: str) -> str:
+    match = _INSTANCE.fullmatch(name)
+    return f"{match['owner']}/{match['name']}" if match else ""

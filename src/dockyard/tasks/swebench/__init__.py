@@ -1,0 +1,91 @@
+"""Rows of SWE-bench become Harbor tasks on the public images, graded by the `swebench` package's own harness."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+from dockyard.tasks.folder import Skipped, Written, write_task
+from dockyard.tasks.rows import Row, read_rows
+from dockyard.tasks.select import Selection
+from dockyard.tasks.swebench.columns import DEFAULT_DATASET, match
+from dockyard.tasks.swebench.harness import TEMPLATE, Harness, find_harness
+from dockyard.tasks.swebench.instance import Instance, UnusableRowError, read_instance
+
+__all__ = ["DEFAULT_DATASET", "write_swebench_tasks"]
+
+_TIMEOUT_S = 1800
+"""Of the tests, as in SWE-bench's own runs."""
+_GRADING_S = 120
+_HUB_SPLIT = "test"
+
+
+def write_swebench_tasks(
+    folder: Path,
+    *,
+    dataset: str = DEFAULT_DATASET,
+    selection: Selection | None = None,
+    mapping: Mapping[str, str] | None = None,
+    split: str | None = None,
+) -> Written:
+    """A task folder for each chosen row. `split` is `test` for a dataset of the Hub, and every row of local files."""
+    harness = find_harness()
+    is_local = Path(dataset).expanduser().exists()
+    rows = read_rows(dataset, split=split or (None if is_local else _HUB_SPLIT))
+    written = Written(folder, skipped=list(rows.skipped))
+    if not rows.rows:
+        return written
+    names = match(rows.columns, mapping or {}, dataset)
+    there = {str(row.values.get(names["instance_id"])) for row in rows.rows}
+    known, missing = (selection or Selection()).known(there)
+    written.skipped += [Skipped(where=f"`{dataset}`", why=f"has no id `{name}`") for name in missing]
+    chosen = known.apply(
+        rows.rows,
+        id_of=lambda row: str(row.values.get(names["instance_id"])),
+        repo_of=lambda row: str(row.values.get(names["repo"])),
+        where=dataset,
+    )
+    for row in chosen:
+        _write_row(row, names, harness, written)
+    return written
+
+
+def _write_row(row: Row, names: Mapping[str, str], harness: Harness, written: Written) -> None:
+    try:
+        instance = read_instance(row, names, harness)
+    except UnusableRowError as error:
+        written.skipped.append(Skipped(where=row.place, why=str(error)))
+        return
+    if instance.instance_id in written.names:
+        written.skipped.append(Skipped(where=row.place, why=f"has the id `{instance.instance_id}` of a row before it"))
+        return
+    write_task(written.folder / instance.instance_id, task_files(instance, harness))
+    written.names.append(instance.instance_id)
+
+
+def task_files(instance: Instance, harness: Harness) -> dict[str, str | bytes | Path]:
+    """A Harbor task. What would give the solution away is in `solution` and `tests`, which the agent does not see."""
+    values = {
+        "instance_id": instance.instance_id,
+        "repo": instance.repo,
+        "base_commit": instance.base_commit,
+        "problem_statement": instance.problem_statement.strip(),
+        "image": instance.image,
+        "swebench": harness.version,
+        "verifier_timeout_s": _TIMEOUT_S + _GRADING_S,
+    }
+    filled = ("task.toml", "instruction.md", "environment/Dockerfile")
+    copied = ("solution/solve.sh", "tests/test.sh", "tests/grade.py")
+    grading = {"timeout_s": _TIMEOUT_S, "instance": instance.grading}
+    return {
+        **{name: Template((TEMPLATE / name).read_text()).substitute(values) for name in filled},
+        **{name: TEMPLATE / name for name in copied},
+        "solution/gold.patch": _ended(instance.patch).encode(),
+        "tests/instance.json": json.dumps(grading, indent=2),
+        **{f"tests/{name}": content for name, content in harness.files.items()},
+    }
+
+
+def _ended(patch: str) -> str:
+    """git refuses a patch whose last line does not end."""
+    return patch if patch.endswith("\n") else f"{patch}\n"

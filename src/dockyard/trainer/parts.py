@@ -1,0 +1,146 @@
+"""The parts of a training run, opened and closed together: engine, gateway, policy, where rollouts come from."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dockyard.collect import open_pool
+from dockyard.collect.task_sets import TaskSets
+from dockyard.config import RunConfig
+from dockyard.engine import Engine
+from dockyard.engine.checks import Wanted
+from dockyard.engine.connect import connect
+from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.weights import load_model
+from dockyard.gateway.render import Renderer
+from dockyard.run_dir import RunDir
+from dockyard.trainer.loop import PublishedPolicy, Rollouts, TaskRollouts
+from dockyard.trainer.off_policy import measure
+from dockyard.trainer.policy import Policy
+from dockyard.trainer.progress import Progress
+from dockyard.trainer.recorded import RecordedRollouts, TextRollouts
+from dockyard.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What was found before the model is loaded."""
+
+    tasks: TaskSets
+    recorded: tuple[Group, ...]
+    """What to learn from instead of tasks, if anything."""
+    model_dir: Path
+    renderer: Renderer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A run at work."""
+
+    rollouts: Rollouts
+    learner: PublishedPolicy
+    attempts: TaskRollouts | None
+    """Makes held-out rollouts; None where nothing makes any."""
+    foreign: str | None
+    """Whose rollouts are trained on, if not the policy's own."""
+
+
+@asynccontextmanager
+async def open_parts(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> AsyncGenerator[Parts]:
+    """All of them, ended with the block. Only what makes rollouts needs an engine."""
+    attempting = not inputs.recorded or bool(inputs.tasks.heldout)
+    async with AsyncExitStack() as stack:
+        server = await open_server(config, inputs.model_dir) if attempting else None
+        if server:
+            stack.push_async_callback(server.close)
+        policy = await _load_policy(config, run, inputs, progress)
+        embedded = TransformersEngine(policy.serving_model(), config.engine) if attempting and not server else None
+        if embedded:
+            stack.push_async_callback(embedded.close)
+        source = server or embedded
+        attempts = await stack.enter_async_context(_attempts(config, run, source, inputs, progress)) if source else None
+        engine = None if isinstance(source, TextEndpoint) else source
+        yield Parts(
+            rollouts=_rollouts(run, inputs, attempts, server, progress),
+            learner=PublishedPolicy(policy=policy, engine=engine, run=run, config=config),
+            attempts=attempts,
+            foreign=_foreign(config, inputs, server),
+        )
+
+
+@asynccontextmanager
+async def _attempts(
+    config: RunConfig, run: RunDir, engine: Engine | TextEndpoint, inputs: Inputs, progress: Progress
+) -> AsyncGenerator[TaskRollouts]:
+    renderer = None if isinstance(engine, TextEndpoint) else inputs.renderer
+    async with open_pool(config, run, engine, renderer, progress.phases) as pool:
+        attempts = TaskRollouts(pool=pool, tasks=inputs.tasks.train, config=config, progress=progress)
+        try:
+            yield attempts
+        finally:
+            await attempts.close()
+
+
+def _rollouts(
+    run: RunDir,
+    inputs: Inputs,
+    attempts: TaskRollouts | None,
+    server: RemoteEngine | TextEndpoint | None,
+    progress: Progress,
+) -> Rollouts:
+    """Where a step's groups come from."""
+    if inputs.recorded:
+        return RecordedRollouts(groups=inputs.recorded, run=run, progress=progress)
+    assert attempts is not None
+    return TextRollouts(attempts, inputs.renderer) if isinstance(server, TextEndpoint) else attempts
+
+
+def _foreign(config: RunConfig, inputs: Inputs, server: RemoteEngine | TextEndpoint | None) -> str | None:
+    if inputs.recorded:
+        return f"rollouts come from `{config.tasks.dataset}`"
+    if isinstance(server, TextEndpoint):
+        return f"rollouts come from `{config.engine.url}`, which gets no new weights"
+    return None
+
+
+async def open_server(config: RunConfig, model_dir: Path) -> RemoteEngine | TextEndpoint | None:
+    """The server that the settings name, checked before any weights are loaded; None for the embedded engine."""
+    if config.engine.type == "transformers":
+        return None
+    num_versions = config.rollout.max_staleness + 1
+    wanted = Wanted.of(config.model.name, model_dir, config.trainer.lora_r, num_versions)
+    server = await connect(config.engine, wanted)
+    if config.engine.type == "openai" and isinstance(server, RemoteEngine):
+        # It tells token ids, as vLLM does; only its own routes take new weights.
+        await server.close()
+        logger.info("%s tells token ids: it is trained with as a vLLM server", config.engine.url)
+        return await connect(config.engine.model_copy(update={"type": "vllm"}), wanted)
+    return server
+
+
+async def _load_policy(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> Policy:
+    progress.say(f"loading {config.model.name}")
+    base = await asyncio.to_thread(load_model, inputs.model_dir, config.model)
+    policy = Policy(
+        base,
+        config.trainer,
+        config.grpo,
+        temperature=config.sampling.temperature,
+        seed=config.seed,
+        anchored=bool(inputs.recorded),
+    )
+    if checkpoint := run.latest_checkpoint():
+        policy.restore(checkpoint.path)
+        progress.say(f"resuming after step {policy.version}")
+    elif inputs.recorded:
+        found = await asyncio.to_thread(measure, policy, inputs.recorded, config.trainer.micro_batch_tokens)
+        if found:
+            logger.warning(found.warning(config.steps))
+    return policy

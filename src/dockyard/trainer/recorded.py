@@ -1,0 +1,92 @@
+"""Rollouts from disk instead of new ones: a finished Harbor job, a run of ours, or a file of samples."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dockyard.convert.exchanges import conversations_of
+from dockyard.convert.rollouts import read_groups
+from dockyard.convert.text import segments_of
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.rl.advantage import group_advantages
+from dockyard.run_dir import RunDir, step_phase
+from dockyard.tasks.order import due
+from dockyard.trainer.loop import Rollouts
+from dockyard.trainer.progress import Progress
+from dockyard.types import Group, Rollout, Segment
+
+logger = logging.getLogger(__name__)
+
+
+def load_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
+    """The groups of rollouts at this path, those without a reward left out. An error if they can teach nothing."""
+    found = [_rewarded(group) for group in read_groups(path, renderer)]
+    groups = tuple(group for group in found if group.rollouts)
+    if not any(len(group.rollouts) > 1 for group in groups):
+        raise DockyardError(
+            f"no task in `{path}` has two rollouts with a reward: there is nothing to compare",
+            hint="make the job with `harbor run -k 4`, or `dockyard rollout --grpo.group_size 4`",
+        )
+    useful = sum(_teaches(group) for group in groups)
+    logger.info("%d groups in %s, %d of them with rewards that differ", len(groups), path, useful)
+    if not useful:
+        logger.warning("in no task do the rewards differ: the policy will learn nothing")
+    return groups
+
+
+def _rewarded(group: Group) -> Group:
+    return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if rollout.reward is not None))
+
+
+def _teaches(group: Group) -> bool:
+    return any(group_advantages([rollout.reward or 0.0 for rollout in group.rollouts]))
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordedRollouts:
+    """Groups from disk, each once a pass, in an order of the seed's. Kept in the run as if it had made them."""
+
+    groups: Sequence[Group]
+    run: RunDir
+    progress: Progress
+
+    async def collect(self, step: int) -> tuple[Group, ...]:
+        config = self.run.config
+        count, passes = config.grpo.tasks_per_step, config.tasks.passes or 1
+        groups = due(self.groups, step, count, config.seed, kind_of=lambda group: group.rollouts[0].kind, passes=passes)
+        self.progress.begin(f"step {step + 1} of {config.steps}", sum(len(group.rollouts) for group in groups))
+        known = {(item.group, item.rollout.attempt) for item in self.run.read_rollouts(step_phase(step))}
+        for index, group in enumerate(groups):
+            for attempt, rollout in enumerate(group.rollouts):
+                if (index, attempt) not in known:
+                    self.run.write_rollout(step_phase(step), replace(rollout, attempt=attempt), group=index)
+                self.progress.finished(rollout)
+        return tuple(groups)
+
+
+@dataclass(slots=True)
+class TextRollouts:
+    """Rollouts of an endpoint that returns no token ids: what was said becomes tokens by the policy's own template."""
+
+    rollouts: Rollouts
+    renderer: Renderer
+
+    async def collect(self, step: int) -> tuple[Group, ...]:
+        return tuple(self._tokenised(group) for group in await self.rollouts.collect(step))
+
+    def _tokenised(self, group: Group) -> Group:
+        return replace(group, rollouts=tuple(with_segments(rollout, self.renderer) for rollout in group.rollouts))
+
+
+def with_segments(rollout: Rollout, renderer: Renderer) -> Rollout:
+    """A rollout recorded as text, with the segments its text comes to."""
+    segments: list[Segment] = []
+    for conversation in conversations_of(rollout.exchanges):
+        try:
+            segments += segments_of(conversation, renderer)
+        except TemplateRejectionError as error:
+            logger.warning("a conversation of `%s` is not trained on: %s", rollout.task, error)
+    return replace(rollout, segments=tuple(segments))

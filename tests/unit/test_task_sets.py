@@ -1,0 +1,139 @@
+"""Where a run's tasks come from, which of them are taken, and which are held out."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from trials import write_task
+
+from dockyard.cli import main
+from dockyard.collect.task_sets import check_tasks, task_sets
+from dockyard.config import RunConfig
+from dockyard.errors import DockyardError
+from dockyard.run_dir import RunDir
+from dockyard.settings import load_run_config
+
+
+def run_of(folder: Path, **tasks: object) -> RunDir:
+    config = RunConfig.model_validate({"run_dir": folder / "run", "tasks": tasks})
+    return RunDir.create(folder / "run", config, overwrite=True)
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    for repo in ("django__django", "psf__requests"):
+        for number in range(6):
+            words = {"instruction.md": f"Mend bug {number} of {repo}."}
+            write_task(tmp_path / "tasks" / f"{repo}-{number}", f"echo {number}\n", **words)
+    return tmp_path / "tasks"
+
+
+def test_a_folders_tasks_are_all_taken_in_their_order(tmp_path: Path, tasks: Path):
+    with run_of(tmp_path, train=tasks) as run:
+        sets = task_sets(run)
+    assert [task.name for task in sets.train] == sorted(path.name for path in tasks.iterdir())
+    assert sets.heldout == []
+
+
+def test_tasks_are_filtered_by_repository_and_number(tmp_path: Path, tasks: Path):
+    with run_of(tmp_path, train=tasks, repo="django/django", limit=3) as run:
+        names = [task.name for task in task_sets(run).train]
+        assert [task.name for task in task_sets(run).train] == names
+    assert len(names) == 3
+    assert all(name.startswith("django__") for name in names)
+
+
+def test_another_seed_draws_other_tasks(tmp_path: Path, tasks: Path):
+    def drawn(seed: int) -> list[str]:
+        config = RunConfig.model_validate(
+            {"seed": seed, "run_dir": tmp_path / "run", "tasks": {"train": tasks, "limit": 3}}
+        )
+        with RunDir.create(tmp_path / "run", config, overwrite=True) as run:
+            return [task.name for task in task_sets(run).train]
+
+    assert len({tuple(drawn(seed)) for seed in range(4)}) > 1
+
+
+def test_fewer_tasks_than_asked_for_are_said(tmp_path: Path, tasks: Path, caplog: pytest.LogCaptureFixture):
+    with run_of(tmp_path, train=tasks, limit=201) as run:
+        assert len(task_sets(run).train) == 12
+    assert "201 tasks were asked for" in caplog.text
+
+
+def test_an_id_that_does_not_exist_is_named_with_the_nearest(tmp_path: Path, tasks: Path):
+    missing = "has no id `django__django-9`"
+    with (
+        run_of(tmp_path, train=tasks, ids=["django__django-9"]) as run,
+        pytest.raises(DockyardError, match=missing) as caught,
+    ):
+        task_sets(run)
+    assert "did you mean `django__django-" in caught.value.hint
+
+
+def test_a_drawn_split_is_recorded_and_read_again(tmp_path: Path, tasks: Path):
+    with run_of(tmp_path, train=tasks, heldout_share=0.25) as run:
+        sets = task_sets(run)
+        recorded = json.loads(run.split_file.read_text())
+        assert {task.name for task in sets.heldout} == set(recorded["heldout"])
+        assert len(sets.heldout) == 3
+        assert not {task.name for task in sets.train} & {task.name for task in sets.heldout}
+        assert len(sets.train) == 9
+        recorded["heldout"], recorded["train"] = recorded["train"], recorded["heldout"]
+        run.split_file.write_text(json.dumps(recorded))
+        assert len(task_sets(run).heldout) == 9
+
+
+def test_a_split_that_names_lost_tasks_is_an_error(tmp_path: Path, tasks: Path):
+    with run_of(tmp_path, train=tasks, heldout_share=0.25) as run:
+        gone = task_sets(run).heldout[0]
+        gone.path.rename(tmp_path / "elsewhere")
+        with pytest.raises(DockyardError, match=f"no longer there: {gone.name}"):
+            task_sets(run)
+
+
+def test_a_dataset_of_a_registry_is_found_by_its_name(tmp_path: Path, tasks: Path):
+    listed = [{"name": path.name, "path": str(path)} for path in sorted(tasks.iterdir())]
+    registry = tmp_path / "registry.json"
+    registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": listed}]))
+    with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry, limit=5) as run:
+        assert len(task_sets(run).train) == 5
+    wrong = {"source": "harbor", "dataset": "mine@2.0", "registry": registry}
+    with pytest.raises(DockyardError, match="`mine@2.0` could not be had"):
+        check_tasks(RunConfig.model_validate({"tasks": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks.source=harbor", "--tasks.train=x"], "`tasks.train` has no effect"),
+        (["--tasks.train=x", "--tasks.dataset=y"], "`tasks.dataset` has no effect"),
+        (["--tasks.train=x", "--tasks.passes=1", "--steps=3"], "`steps` has no effect"),
+        (["--tasks.source=recorded"], "`tasks.dataset` is not set"),
+        (["--tasks.train=x", "--tasks.heldout=y", "--tasks.heldout_share=0.5"], "`tasks.heldout_share` has no effect"),
+        (["--tasks.source=demo", "--tasks.limit=3"], "`tasks.limit` has no effect"),
+    ],
+)
+def test_settings_that_mean_nothing_together_are_refused(words: list[str], message: str):
+    with pytest.raises(DockyardError, match=message):
+        load_run_config(None, words)
+
+
+def test_a_run_that_fails_before_its_first_rollout_leaves_nothing_in_the_way(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["rollout", f"--tasks.train={tasks}", "--agent=oracle", "--tasks.repo=nobody/nothing"]
+    for _ in range(2):
+        assert main(words) == 2
+        assert "has no repository `nobody/nothing`" in capsys.readouterr().err
+
+
+def test_keys_in_a_dotenv_file_are_read_and_what_is_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "")  # so that it is put back
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "set already")
+    Path(".env").write_text("WANDB_API_KEY=secret\nTOKENIZERS_PARALLELISM=true\n")
+    assert main(["train", "--dry-run", "--tasks.source=demo"]) == 0
+    assert (os.environ["WANDB_API_KEY"], os.environ["TOKENIZERS_PARALLELISM"]) == ("secret", "set already")
