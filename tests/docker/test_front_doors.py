@@ -6,6 +6,7 @@ What differs is the model, a tiny one with random weights, and that datasets lie
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import c2bug_repositories
 import pytest
 from docker_engine import AGENTS_IMAGE, docker, need_image
+from openai import OpenAI
 from scripted_chat import Json, ScriptedChat, says
 from tiny_policy import tiny_qwen_dir
 from trials import write_task
@@ -272,6 +274,27 @@ def test_the_python_calls_work_as_written(place: Path):
     done = run(place, "python calls.py", model()[1], str(job))
     assert done.returncode == 0
     assert done.stdout.split()[-2] == "2"
+
+
+def test_the_server_answers_openai_clients(place: Path):
+    words = ["examples/harbor/simple_openai_server.py", *model(), "--port=0", "--api-key=local", "--device=cpu"]
+    with subprocess.Popen([sys.executable, *words], cwd=place, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr
+            url = next(found[0] for line in server.stderr if (found := re.search(r"http://127[^\s/]+", line)))
+            client = OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0)
+            [served] = client.models.list().data
+            said: Any = [{"role": "user", "content": "Hi"}]
+            answer: Any = client.chat.completions.create(model=served.id, messages=said, max_tokens=3, logprobs=True)
+        finally:
+            server.terminate()
+    assert 1 <= len(answer.choices[0].logprobs.content) <= 3
+
+
+def test_bugs_become_tasks(place: Path, bugs: list[Json]):
+    cache_c2bug(place, bugs)
+    assert run(place, "python examples/harbor/c2bug_adapter.py made --limit 2").returncode == 0
+    assert len(list((place / "made").glob("*/task.toml"))) == 2
 
 
 def test_the_examples_own_tests_pass(place: Path):

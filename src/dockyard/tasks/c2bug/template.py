@@ -21,7 +21,7 @@ def read_template(folder: Path | None) -> dict[str, str]:
     if missing:
         raise UsageError(
             f"the template `{folder}` has no `{missing[0]}`",
-            hint=f"it needs {', '.join(FILES)}: copy `examples/harbor/c2bug_template`, and change it",
+            hint=f"it needs {', '.join(FILES)}: `cp -rL examples/harbor/c2bug_template DIR`, and change them",
         )
     return {name: (folder / name).read_text() for name in FILES}
 
