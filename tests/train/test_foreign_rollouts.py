@@ -69,6 +69,7 @@ def test_an_endpoint_without_token_ids_is_learnt_from_as_text(caplog: pytest.Log
         assert line["train/tokens"] > 0
         assert line["train/grad_norm"] > 0
         assert line["rollout/sampled_tokens"] > 0
+        assert "gateway/trained_share" not in line  # of tokens that nobody counted
 
 
 def test_a_resumed_run_reads_its_text_again():

@@ -7,7 +7,8 @@ from dockyard.types import Rollout
 
 
 def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Empty when no rollout called the model."""
+    """Empty when no rollout called the model. Those recorded as text are left out: nobody knows their tokens."""
+    rollouts = [rollout for rollout in rollouts if not rollout.exchanges]
     totals: Counter[str] = Counter()
     for rollout in rollouts:
         totals.update(rollout.stats)
