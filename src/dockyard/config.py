@@ -44,6 +44,10 @@ class TasksConfig(Config):
     """`name@version`, a JSONL or parquet file, a Hugging Face dataset, or for `recorded` a job, run or samples file."""
     registry: Path | None = None
     """Harbor's `registry.json` in which a dataset is looked up. None asks the cache, then Harbor's own."""
+    split: str | None = None
+    """Of a dataset with several: the files whose name or folder says so. None takes all, and `test` of SWE-bench."""
+    map: dict[str, str] = Field(default_factory=dict)
+    """What a dataset calls our columns, e.g. `--tasks.map.bug_patch=diff`."""
     repositories: Path | None = None
     """Git checkouts or bundles that `c2bug` takes repositories from before it clones."""
     image: str | None = None

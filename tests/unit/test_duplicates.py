@@ -45,6 +45,7 @@ def relation(tmp_path: Path, changed: dict[str, str | bytes | None]) -> str:
         ({"instruction.md": "- fix the bug in **parse_date**!\n"}, "near"),
         ({"tests/test.sh": "cd /app\npytest -x\n"}, "near"),
         ({"environment/app.py": "x = 2\n"}, "near"),
+        ({"tests/test.sh": "make test\n", "solution/solve.sh": "patch other.py\n"}, "none"),
         ({"environment/app.py": "x = 2\n", "tests/test.sh": "make test\n"}, "near"),
         ({"environment/app.py": "x = 2\n", "solution/solve.sh": "patch other.py\n"}, "none"),
         ({"environment/app.py": "x = 2\n", "solution/solve.sh": None}, "none"),

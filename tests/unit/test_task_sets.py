@@ -71,6 +71,20 @@ def test_an_id_that_does_not_exist_is_named_with_the_nearest(tmp_path: Path, tas
     assert "did you mean `django__django-" in caught.value.hint
 
 
+def test_ids_that_do_not_exist_beside_others_are_said(tmp_path: Path, tasks: Path, caplog: pytest.LogCaptureFixture):
+    with run_of(tmp_path, train=tasks, ids=["django__django-1", "nobody-1"]) as run:
+        assert [task.name for task in task_sets(run).train] == ["django__django-1"]
+    assert "has no id `nobody-1`" in caplog.text
+
+
+def test_an_empty_dataset_of_a_registry_is_an_error(tmp_path: Path):
+    registry = tmp_path / "registry.json"
+    registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": []}]))
+    config = {"source": "harbor", "dataset": "mine@1.0", "registry": registry}
+    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks"):
+        check_tasks(RunConfig.model_validate({"tasks": config}))
+
+
 def test_a_drawn_split_is_recorded_and_read_again(tmp_path: Path, tasks: Path):
     with run_of(tmp_path, train=tasks, heldout_share=0.25) as run:
         sets = task_sets(run)

@@ -68,7 +68,8 @@ class RolloutSummary:
             "rollouts": self.data,
             "trials": self.trials,
         }
-        return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
+        width = max(14, *(len(name) + 2 for name in rows))
+        return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
 
 
 def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:

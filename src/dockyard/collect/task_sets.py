@@ -92,9 +92,13 @@ def _select(config: RunConfig, tasks: list[Task], where: str) -> list[Task]:
     from dockyard.tasks.registry import select_tasks
 
     chosen = select_tasks(tasks, _selection(config), where)
-    if config.tasks.limit and len(chosen) < config.tasks.limit:
-        logger.warning("%d tasks were asked for; `%s` has %d", config.tasks.limit, where, len(chosen))
+    _say_if_fewer(config, len(chosen), where)
     return chosen
+
+
+def _say_if_fewer(config: RunConfig, there: int, where: str) -> None:
+    if config.tasks.limit and there < config.tasks.limit:
+        logger.warning("%d tasks were asked for; `%s` has %d", config.tasks.limit, where, there)
 
 
 def _of_rows(run: RunDir) -> list[Task]:
@@ -107,6 +111,7 @@ def _of_rows(run: RunDir) -> list[Task]:
                 raise DockyardError(written.table(), hint="`dockyard tasks check` and the rows named above say more")
             for row in written.skipped:
                 logger.warning("%s: %s", row.where, row.why)
+            _say_if_fewer(run.config, len(written.names), run.config.tasks.dataset or run.config.tasks.source)
     return load_tasks(folder)
 
 
@@ -116,12 +121,20 @@ def _writer(config: RunConfig) -> Callable[[Path], Written]:
         from dockyard.tasks import swebench
 
         dataset = tasks.dataset or swebench.DEFAULT_DATASET
-        return lambda folder: swebench.write_swebench_tasks(folder, dataset=dataset, selection=selection)
+        return lambda folder: swebench.write_swebench_tasks(
+            folder, dataset=dataset, split=tasks.split, selection=selection, mapping=tasks.map
+        )
     from dockyard.tasks import c2bug
 
     dataset = tasks.dataset or c2bug.DEFAULT_DATASET
     return lambda folder: c2bug.write_c2bug_tasks(
-        folder, dataset=dataset, selection=selection, repositories=tasks.repositories, image=tasks.image
+        folder,
+        dataset=dataset,
+        split=tasks.split,
+        selection=selection,
+        mapping=tasks.map,
+        repositories=tasks.repositories,
+        image=tasks.image,
     )
 
 

@@ -23,8 +23,8 @@ _READ_BY_SOURCE = {
     "folder": ("train", *_OF_ANY_DATASET),
     "demo": ("num_train", "num_heldout", "passes"),
     "harbor": ("dataset", "registry", *_OF_ANY_DATASET),
-    "swebench": ("dataset", *_OF_ANY_DATASET),
-    "c2bug": ("dataset", "repositories", "image", *_OF_ANY_DATASET),
+    "swebench": ("dataset", "split", "map", *_OF_ANY_DATASET),
+    "c2bug": ("dataset", "split", "map", "repositories", "image", *_OF_ANY_DATASET),
     "recorded": ("dataset", "heldout", "passes"),
 }
 """Which settings of `tasks` mean something to which source."""

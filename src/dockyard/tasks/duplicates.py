@@ -1,8 +1,8 @@
 """Tasks that are the same task under two names. Nothing is guessed from meaning: files are compared.
 
 Exact: the same instruction, tests and environment, but for whitespace. Near: the same words in the instruction in the
-same order, and besides the same environment or the same solution. The words alone would not do: whole datasets say
-`Fix the failing tests` and mean another bug each time.
+same order, and besides the same solution, or the same tests in the same environment. Less would not do: whole datasets
+say `Fix the failing tests` in one image, or run the same `test.sh`, and mean another bug each time.
 """
 
 import os
@@ -41,7 +41,7 @@ class Fingerprint:
     def near(self) -> list[tuple[str, ...]]:
         """Tasks that share one of these are duplicates."""
         solved = [("solution", self.words, self.solution)] if self.solution else []
-        return [("environment", self.words, self.environment), *solved]
+        return [("tests", self.words, self.tests, self.environment), *solved]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,13 +54,18 @@ async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> 
 
 def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Task]:
     """The chosen ones, by what their `task.toml` says of repository and instance, else by their names."""
-    about = {task.name: _metadata(task) for task in tasks}
-    return selection.apply(
-        tasks,
-        id_of=lambda task: str(about[task.name].get("instance_id") or task.name),
-        repo_of=lambda task: str(about[task.name].get("repo") or _repo_in(task.name)),
-        where=where,
-    )
+    about = {task.path: _metadata(task) for task in tasks}
+
+    def id_of(task: Task) -> str:
+        return str(about[task.path].get("instance_id") or task.name)
+
+    def repo_of(task: Task) -> str:
+        return str(about[task.path].get("repo") or _repo_in(task.name))
+
+    known, missing = selection.known({id_of(task) for task in tasks})
+    for name in missing:
+        logger.warning("`%s` has no id `%s`", where, name)
+    return known.apply(tasks, id_of=id_of, repo_of=repo_of, where=where)
 
 
 def kept_datasets() -> Path:
@@ -135,6 +140,9 @@ async def _listed(dataset: str, registry: Path) -> list[Task]:
             f"the dataset `{dataset}` could not be had from `{registry}`: {_reason(error)}",
             hint="it lists datasets as `name`, `version`, `description` and `tasks`, each with `name` and `path`",
         ) from error
+    if not items:
+        hint = "name another dataset, or another `registry.json`"
+        raise DockyardError(f"the dataset `{dataset}` in `{registry}` has no tasks", hint=hint)
     return [task for item in items for task in load_tasks(item.downloaded_path)]
 
 
