@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.cli import main
+from dockyard.settings.dotenv import read_dotenv
 
 MODELS = (
     "Qwen/Qwen2.5-Coder-7B-Instruct",
@@ -38,6 +39,7 @@ def engine_settings(base_url: str | None, api_key: str | None) -> dict[str, Any]
     """A server instead of the embedded engine. The key goes by the environment, so that no file holds it."""
     if base_url is None:
         return {}
+    read_dotenv()
     if api_key:
         os.environ["OPENAI_API_KEY"] = api_key
     has_key = bool(os.environ.get("OPENAI_API_KEY"))

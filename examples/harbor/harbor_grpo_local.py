@@ -29,7 +29,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Train; the exit code."""
-    given = parser().parse_args()
+    arguments = parser()
+    given = arguments.parse_args()
+    if given.data_source == "c2bug" and given.dataset:
+        arguments.error("--dataset is of swebench; of c2bug it is --c2bug-dataset")
+    if given.data_source == "swebench" and given.c2bug_dataset:
+        arguments.error("--c2bug-dataset needs --data-source c2bug")
+    if given.openai_api_key and not given.openai_base_url:
+        arguments.error("--openai-api-key needs --openai-base-url")
     num_tasks = NUM_TEST_TASKS if given.test else given.num_rollouts
     settings = {
         "run_dir": new_run_dir("runs", "harbor-grpo"),

@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from dockyard import HarborConfig, HarborRolloutGenerator
+from dockyard.errors import DockyardError
 
 __all__ = ["HarborConfig", "HarborRolloutGenerator"]
 
@@ -33,7 +34,11 @@ def main() -> int:
     given = vars(parser().parse_args())
     dataset, num_tasks, existing = given.pop("dataset"), given.pop("n_tasks"), given.pop("existing_job")
     generator = HarborRolloutGenerator(config=HarborConfig(**given))
-    rollouts = generator.generate_from_existing_job(dataset) if existing else generator.generate(dataset, num_tasks)
+    try:
+        rollouts = generator.generate_from_existing_job(dataset) if existing else generator.generate(dataset, num_tasks)
+    except DockyardError as error:
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+        return error.exit_code
     for rollout in rollouts:
         failure = rollout.failure.cause if rollout.failure else "-"
         print(f"{rollout.task}\t{rollout.attempt}\t{rollout.reward}\t{rollout.num_sampled}\t{failure}")

@@ -3,6 +3,7 @@
 `--model MODEL` may be written too; every other option is one of `dockyard serve`.
 """
 
+import argparse
 import sys
 
 from dockyard.cli import main
@@ -10,10 +11,10 @@ from dockyard.cli import main
 
 def words(arguments: list[str]) -> list[str]:
     """The model by its place, whichever way it was written."""
-    if "--model" in arguments:
-        at = arguments.index("--model")
-        return [*arguments[at + 1 : at + 2], *arguments[:at], *arguments[at + 2 :]]
-    return arguments
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    given, others = parser.parse_known_args(arguments)
+    return [given.model, *others] if given.model else others
 
 
 if __name__ == "__main__":

@@ -62,6 +62,26 @@ def test_a_key_goes_by_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert settings["engine.api_key_env"] == "OPENAI_API_KEY"
 
 
+def test_a_key_in_a_dotenv_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("OPENAI_API_KEY", "")  # so that it is put back
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.chdir(tmp_path)
+    assert "engine.api_key_env" not in engine_settings("http://localhost:8000/v1", None)
+    Path(".env").write_text("OPENAI_API_KEY=secret")
+    assert engine_settings("http://localhost:8000/v1", None)["engine.api_key_env"] == "OPENAI_API_KEY"
+
+
+@pytest.mark.parametrize(
+    "options", ["--c2bug-dataset x", "--data-source c2bug --dataset x", "--openai-api-key x", "--num-rollouts 0"]
+)
+def test_options_that_mean_nothing_together_are_refused(options: str):
+    command = [sys.executable, HERE / "harbor_grpo_local.py", *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+
+
 def test_the_servers_model_may_be_named_as_an_option():
     assert words(["--port", "1", "--model", "m", "--no-auth"]) == ["m", "--port", "1", "--no-auth"]
+    assert words(["--model=m", "--port", "1"]) == ["m", "--port", "1"]
     assert words(["m", "--port", "1"]) == ["m", "--port", "1"]

@@ -96,8 +96,7 @@ def test_recorded_rollouts_are_learnt_from_for_some_epochs(job: Path, caplog: py
     assert re.search(r"off-policy: these rollouts are not the policy's own\. Over [\d,]+ of their tokens", said)
     assert "their recorded logprobs are 0.000 nats off" in said  # drawn by these very weights
     lines = metrics("mine")
-    assert len(lines) == 3  # three tasks, twice, two a step
-    assert [line["rollout/count"] for line in lines] == [8, 8, 8]
+    assert [line["rollout/count"] for line in lines] == [8, 4, 8, 4]  # three tasks, two a step, twice
     assert all(line["train/grad_norm"] > 0 for line in lines)
     assert lines[-1]["train/logprob_mismatch"] > lines[0]["train/logprob_mismatch"]
 
@@ -116,11 +115,11 @@ def test_a_killed_run_from_disk_goes_on_to_the_same_weights(job: Path):
     words = [*settings(**{"trainer.save_every": 1}), f"--from-job={job}", "--epochs=2"]
     assert main(["train", *words, "--run_dir=whole"]) == 0
     assert main(["train", *words, "--run_dir=cut"]) == 0
-    for step in (2, 3):  # as if it had been killed after the first
+    for step in (2, 3, 4):  # as if it had been killed after the first
         Path(f"cut/checkpoints/step-{step:05}").rename(f"gone-{step}")
     Path(f"cut/rollouts/{step_phase(2)}.jsonl").unlink()
     assert main(["train", "--resume=cut"]) == 0
-    adapter = "adapters/v00003/adapter_model.safetensors"
+    adapter = "adapters/v00004/adapter_model.safetensors"
     assert Path("cut", adapter).read_bytes() == Path("whole", adapter).read_bytes()
 
 
@@ -139,7 +138,27 @@ def test_samples_of_another_tokenizer_are_refused(job: Path, capsys: pytest.Capt
     rows[3]["tokens"][0] = 150_000
     Path("s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["train", *settings(run_dir="mine"), "--from-job=s.jsonl"]) == 1
-    assert "has the token id 150000, which the model does not know" in capsys.readouterr().err
+    assert "sample 3 of `s.jsonl` is another model's: id 150000 is none of this tokenizer's" in capsys.readouterr().err
+
+
+def test_an_epoch_is_an_update_even_where_one_step_takes_all(job: Path):
+    def weights(epochs: int) -> bytes:
+        words = [*settings(run_dir=f"epochs-{epochs}", **{"grpo.tasks_per_step": 8}), f"--epochs={epochs}"]
+        assert main(["train", *words, "--from-job=job"]) == 0
+        return Path(f"epochs-{epochs}/adapters/v{epochs:05}/adapter_model.safetensors").read_bytes()
+
+    assert weights(1) != weights(3)
+
+
+def test_a_run_files_tasks_and_steps_give_way_to_a_job(job: Path):
+    Path("run.toml").write_text('steps = 7\n[tasks]\ntrain = "tasks"\nlimit = 2\n')
+    assert main(["train", "run.toml", *settings(run_dir="mine"), "--from-job=job"]) == 0
+    assert len(metrics("mine")) == 2
+
+
+def test_a_job_does_not_go_with_skipped_training(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--from-job=job", "--skip-training"]) == 2
+    assert "`--from-job` does not go with `--skip-training`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("agent", ["oracle", "nop"])

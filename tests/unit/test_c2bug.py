@@ -16,10 +16,11 @@ from dockyard.cli import main
 from dockyard.errors import DockyardError, UsageError
 from dockyard.tasks import load_tasks
 from dockyard.tasks.c2bug import write_c2bug_tasks
+from dockyard.tasks.c2bug.grading import clean as clean_up
 from dockyard.tasks.c2bug.grading import dockyard_report, grade
 from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout
 from dockyard.tasks.c2bug.template import FILES, TEMPLATE
-from dockyard.tasks.c2bug.tests import command_of, files_of, folders_of
+from dockyard.tasks.c2bug.tests import beside, command_of, files_of, folders_of
 from dockyard.tasks.folder import Written
 from dockyard.tasks.select import Selection
 
@@ -167,6 +168,14 @@ BAD_ROWS = {
     "is of no form known": {"FAIL_TO_PASS": ["a test"]},
     "none of its test files is in the repository": {"FAIL_TO_PASS": ["nowhere.py::test_x"], "PASS_TO_PASS": []},
     "its test file `nowhere.py` is not in the repository": {"test_files": ["nowhere.py"]},
+    "its `FAIL_TO_PASS` begins like a list and is none: `['a' 'b']`": {"FAIL_TO_PASS": "['a' 'b']"},
+    "its `PASS_TO_PASS` begins like a list": {"PASS_TO_PASS": "[" * 100_000},
+    "its `PASS_TO_PASS` is a list of something else than text": {"PASS_TO_PASS": [["a::b"]]},
+    "its `test_command` is dict, neither text nor a list": {"test_command": {}},
+    "its `instance_id` names no folder: it has more than 200": {"instance_id": "x" * 201},
+    "surrogates not allowed": {"problem_statement": "\ud800"},
+    "null byte": {"base_commit": "a\0b"},
+    "cannot be read": {"clone_url": "x" * 5000},
 }
 
 
@@ -181,6 +190,60 @@ def test_each_bad_row_is_named_with_its_reason_and_the_rest_is_written(tmp_path:
     assert reasons[str(len(BAD_ROWS) + 2)] == f"`calc-1` is also in `{tmp_path}/rows.jsonl` row 1"
     assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["calc-1", "calc-2"]
     assert f"2 tasks written, {len(BAD_ROWS) + 1} rows skipped" in written.table()
+
+
+def test_a_list_of_tests_may_be_written_as_python_does(tmp_path: Path, repositories: Path):
+    tests = ["tests/test_calc.py::test_double['a', \"b\"]", "tests/test_calc.py::test_double"]
+    assert write(tmp_path, repositories, ROW | {"FAIL_TO_PASS": repr(tests), "PASS_TO_PASS": "[]"}).skipped == []
+    assert json.loads((tmp_path / "tasks" / "calc-1" / "tests" / "tests.json").read_text()) == tests
+
+
+def test_a_command_may_begin_with_a_bracket(tmp_path: Path, repositories: Path):
+    assert write(tmp_path, repositories, ROW | {"test_command": "[ -e x ] || make\nmake test"}).skipped == []
+    script = (tmp_path / "tasks" / "calc-1" / "tests" / "run.sh").read_text()
+    assert script == "[ -e x ] || make\nmake test\n"
+
+
+def test_the_limit_counts_tasks_and_not_bad_rows(tmp_path: Path, repositories: Path):
+    bad = [ROW | {"instance_id": f"bad-{number}", "bug_patch": "nonsense"} for number in range(3)]
+    good = [ROW | {"instance_id": f"good-{number}"} for number in range(3)]
+    written = write(tmp_path, repositories, *bad, *good, selection=Selection(limit=2))
+    assert (written.names, len(written.skipped), written.is_full) == (["good-0", "good-1"], 3, True)
+    fewer = write(tmp_path, repositories, *bad, *good, selection=Selection(limit=5))
+    assert (len(fewer.names), fewer.is_full) == (3, False)
+    assert "3 tasks written (the limit was 5), 3 rows skipped" in fewer.table()
+
+
+def test_only_tasks_that_came_from_a_dataset_are_replaced(tmp_path: Path, repositories: Path):
+    write(tmp_path, repositories, ROW)
+    theirs = tmp_path / "tasks" / "calc-2"
+    theirs.mkdir()
+    (theirs / "task.toml").write_text('[metadata]\nsource = "me"\n')
+    written = write(tmp_path, repositories, ROW | {"problem_statement": "New."}, ROW | {"instance_id": "calc-2"})
+    assert written.names == ["calc-1"]
+    assert "New." in (tmp_path / "tasks" / "calc-1" / "instruction.md").read_text()
+    assert [row.why.partition(": ")[0] for row in written.skipped] == [
+        f"`{theirs}` is there and was not made from a dataset"
+    ]
+    assert [file.name for file in theirs.iterdir()] == ["task.toml"]
+
+
+@pytest.mark.parametrize("place", ["tasks", "tasks/inside"])
+def test_a_file_is_no_place_for_tasks(tmp_path: Path, place: str):
+    (tmp_path / "tasks").write_text("")
+    with pytest.raises(UsageError, match=r"`.*/tasks` is a file"):
+        write_c2bug_tasks(tmp_path / place, dataset="never read")
+
+
+def test_a_patch_beside_the_others_must_say_the_same(tmp_path: Path, repositories: Path):
+    assert write(tmp_path, repositories, ROW | {"gold_patch": GOLD, "patch": GOLD}).skipped == []
+    other = ROW | {"gold_patch": GOLD, "patch": "something else"}
+    with pytest.raises(
+        UsageError, match="row 1 has a `patch` that differs from its `bug_patch` and `gold_patch`"
+    ) as error:
+        write(tmp_path, repositories, other)
+    assert "`--map bug_patch=bug_patch` leaves it out" in error.value.hint
+    assert write(tmp_path, repositories, other, mapping={"bug_patch": "bug_patch"}).names == ["calc-1"]
 
 
 def test_the_command_ends_with_1_when_nothing_was_written(
@@ -328,6 +391,46 @@ def test_the_files_of_tests_are_found_by_both_kinds_of_names():
         "test_root.py",
         "src/pkg/mod.py",
     ]
+
+
+def clean(folder: Path, restored: list[str], kept: list[str]) -> str:
+    """What is left in the folder, and what was said."""
+    (folder / "lists").mkdir()
+    (folder / "lists" / "replaced").write_text("".join(f"{name}\n" for name in restored))
+    (folder / "lists" / "kept").write_text("".join(f"{name}\n" for name in kept))
+    command = [sys.executable, "-I", clean_up.__file__, "../lists/replaced", "../lists/kept"]
+    return subprocess.run(command, cwd=folder / "code", capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+STEERING = (
+    *(f"{folder}{name}" for folder in ("", "lib/") for name in clean_up.CONFIGS),
+    *("argparse.py", "lib/decimal.py", "json.so", "pytest/__init__.py", "sitecustomize.py", "__init__.py"),
+    *("test_x/__init__.py", "lib/test_y.so", "tests.py"),
+    *("evil.dist-info/entry_points.txt", "src/evil.EGG-INFO/entry_points.txt"),
+)
+HARMLESS = (
+    *("new_module.py", "json.txt", "pkg/types.py", "pkg/__init__.py", "build/lib/x.py", "lib/helper/__init__.py"),
+    *("mine.egg-info/entry_points.txt", "node_modules/setup.cfg"),
+)
+
+
+def test_what_steers_a_test_run_is_removed_where_the_agent_put_it(tmp_path: Path):
+    restored = ["tests/test_z.py", "test_x.py", "lib/test_y.py", "pkg/test_p.py"]
+    for name in (*STEERING, *HARMLESS, *restored):
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text("[pytest11]" if "evil" in name else "[console_scripts]")
+    said = clean(tmp_path, ["tests", *restored[1:]], beside(restored, (*restored, "pkg/__init__.py")))
+    left = {file.relative_to(tmp_path / "code").as_posix() for file in (tmp_path / "code").rglob("*") if file.is_file()}
+    assert left == {*HARMLESS, *restored}
+    assert "removed argparse.py: it is not the repository's\n" in said
+
+
+def test_what_the_repository_has_is_kept_whatever_its_name(tmp_path: Path):
+    names = [name for name in STEERING if not name.startswith(("test_x/", "src/"))]
+    for name in names:
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text("[pytest11]")
+    assert clean(tmp_path, ["lib/test_y.py"], beside(["lib/test_y.py"], names)) == ""
 
 
 def test_what_is_put_back_never_holds_what_is_to_be_mended():

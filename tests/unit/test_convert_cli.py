@@ -50,6 +50,12 @@ def test_samples_are_written_and_the_report_accounts_for_every_trial(
     assert convert(job, "--tokenizer", tiny_model(), "--output", name, "--json") == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
+    named = report.pop("skipped_trials")
+    assert [(trial["where"], trial["reason"]) for trial in named] == [
+        ("job/b__2", "unreadable"),
+        ("job/b__3", "running"),
+    ]
+    assert all(trial["where"] in trial["detail"] for trial in named)
     samples = list(read_samples(Path(name)))
     tokens = sum(len(sample.tokens) for sample in samples if not sample.remove_sample)
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
@@ -168,13 +174,19 @@ def test_a_tokenizer_that_is_none_is_an_error(job: Path, capsys: pytest.CaptureF
     assert "`model` has no readable `config.json`" in capsys.readouterr().err
 
 
-def test_of_many_trials_that_were_skipped_for_one_reason_a_few_are_named(capsys: pytest.CaptureFixture[str]):
+def test_of_many_trials_that_were_skipped_for_one_reason_the_table_has_three_and_the_log_the_others(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     for number in range(9):
         write_trial(Path("job"), f"a__{number}", agent="nop")
-    assert convert("job") == 1
-    err = capsys.readouterr().err
-    assert err.count("`nop` asks no model") == 3
-    assert "and 6 more" in err
+    with caplog.at_level("INFO", "dockyard"):
+        assert convert("job", "--json") == 1
+    out, err = capsys.readouterr()
+    table = err[err.index("trials  ") :]
+    assert [number for number in range(9) if f"job/a__{number}: `nop` asks no model" in table] == [0, 1, 2]
+    assert "and 6 more, named above" in table
+    assert [number for number in range(9) if f"job/a__{number}: `nop`" in caplog.text] == [3, 4, 5, 6, 7, 8]
+    assert [trial["where"] for trial in json.loads(out)["skipped_trials"]] == [f"job/a__{n}" for n in range(9)]
 
 
 @pytest.mark.parametrize(("finished", "says"), [(None, True), ("2026-01-01T00:00:00Z", False)])
@@ -193,3 +205,39 @@ def test_the_converter_is_a_public_name():
     tell(write_trial(Path("job"), "a__1", reward=1.0))
     [sample] = HarborTrajectoryConverter(tiny_renderer()).load_job("job")
     assert sample.reward == 1.0
+
+
+def test_samples_of_ids_without_words_are_kept_when_traces_are_wanted_as_well(capsys: pytest.CaptureFixture[str]):
+    write_trial(Path("job"), "a__1", agent="terminus-2", agent_result={"rollout_details": [DETAILS]})
+    assert convert("job", "--output", "s.jsonl", "--traces", "t.parquet") == 0
+    assert len(list(read_samples(Path("s.jsonl")))) == 1
+    assert not Path("t.parquet").exists()
+    assert "no traces were written to t.parquet: nothing here has the words" in capsys.readouterr().err
+    assert convert("job", "--traces", "t.parquet") == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["job", "s.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["s.json", "s.jsonl", "s.parquet"])
+def test_samples_are_not_converted_again(job: Path, name: str, capsys: pytest.CaptureFixture[str]):
+    assert convert(job, "--output", name) == 0
+    assert convert(name) == 2
+    err = capsys.readouterr().err
+    assert f"`{name}` holds samples already" in err
+    assert f"--from-job {name}" in err
+
+
+def test_a_damaged_parquet_is_not_taken_for_samples(capsys: pytest.CaptureFixture[str]):
+    Path("t.parquet").write_text("PAR1")
+    assert convert("t.parquet") == 1
+    assert "`t.parquet` cannot be read" in capsys.readouterr().err
+
+
+def test_the_converter_reads_traces_whatever_the_file_is_called(job: Path):
+    from dockyard import HarborTrajectoryConverter
+
+    assert convert(job, "--traces", "t.parquet") == 0
+    converter = HarborTrajectoryConverter(tiny_renderer())
+    expected = [sample.tokens.tolist() for sample in converter.load_traces_parquet("t.parquet")]
+    Path("t.parquet").rename("t.pq")
+    assert [sample.tokens.tolist() for sample in converter.load_traces_parquet("t.pq")] == expected
+    assert len(expected) == 2

@@ -138,3 +138,31 @@ def test_messages_of_no_known_form_are_named(tmp_path: Path):
     (tmp_path / "m-1.json").write_text(json.dumps({"messages": [7], "response": {"choices": [{"message": said("x")}]}}))
     with pytest.raises(UnreadableError, match=str(tmp_path)):
         read_completions(tmp_path)
+
+
+FIRST = exchange(user("go"), reply=said("one"), finish="length")
+SECOND = exchange(user("go"), reply=said("two"))
+
+
+def test_a_reply_that_was_sampled_anew_counts_after_all_if_the_agent_goes_on_with_it():
+    on = exchange(user("go"), said("one"), user("more"), reply=said("three"))
+    assert shown(FIRST, SECOND, on) == [(["go", "one", "more", "three"], ["one", "three"])]
+    [conversation] = conversations_of([FIRST, SECOND, on])
+    assert conversation.cut == {1}
+
+
+def test_of_two_replies_to_one_prompt_an_agent_may_go_on_with_both():
+    left = exchange(user("go"), said("two"), user("left"), reply=said("three"))
+    right = exchange(user("go"), said("one"), user("right"), reply=said("four"))
+    assert shown(FIRST, SECOND, left, right) == [
+        (["go", "two", "left", "three"], ["two", "three"]),
+        (["go", "one", "right", "four"], ["one", "four"]),
+    ]
+    assert [said for _, said in shown(FIRST, SECOND, right, left)] == [["one", "four"], ["two", "three"]]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", {"n": float("nan")}])
+def test_arguments_that_are_no_json_object_are_kept_as_text(arguments: object):
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+    [conversation] = conversations_of([exchange(user("go"), reply=said("one", tool_calls=[call]))])
+    assert set(conversation.messages[1].calls[0].arguments) == {"__raw__"}

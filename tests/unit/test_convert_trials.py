@@ -1,7 +1,7 @@
 """Jobs, trials, runs and trajectories on disk: what is broken is named, the rest is converted."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from converting import agent, ids, runs, trajectory, user
 from finished_jobs import raised, write_trial
-from gateway_fakes import tiny, tiny_renderer, write_model
+from gateway_fakes import tiny, tiny_model, tiny_renderer, write_model
 
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
 from dockyard.convert.samples import SampleNumbers, groups_of, samples_of
+from dockyard.convert.traces import write_traces
 from dockyard.convert.trials import count_trials, read_trials
 from dockyard.errors import DockyardError
+from dockyard.gateway.history import Json, Message
 from dockyard.gateway.render import Renderer
 from dockyard.run_dir import EVAL, ROLLOUTS, RunDir
-from dockyard.types import Blame, Failure, Rollout, Segment
+from dockyard.types import Blame, Failure, IntArray, Rollout, Segment
 
 GO = user("please list the files in the folder and count the lines")
 STEPS = (GO, agent("ls"), user("a b"), agent("two"))
@@ -57,7 +59,7 @@ def test_a_trajectory_gives_tokens_and_the_result_the_reward_by_the_same_rules_a
     assert [spoken(one) for one in found.values()] == [SPOKEN, SPOKEN]
     assert [(one.rollout.task, one.rollout.attempt, one.rollout.reward) for one in found.values()] == [
         ("a", 0, 0.25),
-        ("a", 1, 0.0),
+        ("a", 0, 0.0),  # the first of another agent
     ]
     first = found["a__1"]
     assert (first.agent, first.model, first.exact, first.skipped) == ("qwen-coder", "m", False, None)
@@ -336,3 +338,111 @@ def test_any_folder_with_a_tokenizer_will_do(tmp_path: Path):
         [sample] = converter.load_job(tmp_path / "job")
         assert (sample.reward, sample.response.startswith("ls<|im_end|>")) == (0.5, True)
         assert dict(converter.report.skipped) == {"no_trajectory": 1}
+
+
+@pytest.mark.parametrize("verified", [None, {"rewards": None}, {"rewards": {}}, {"rewards": {"reward": float("nan")}}])
+def test_a_trial_that_was_never_graded_has_no_reward_and_keeps_its_words(tmp_path: Path, verified: Any):
+    tell(write_trial(tmp_path, "a__1", verifier_result=verified))
+    details = {"rollout_details": [DETAILS]}
+    write_trial(tmp_path, "b__1", agent="terminus-2", agent_result=details, verifier_result=verified)
+    for found in read_trials(tmp_path, tiny_renderer()):
+        assert (found.skipped, found.detail) == ("no_reward", "it was never graded")
+        assert (found.rollout.reward, found.rollout.segments) == (None, ())
+    assert len(converted(tmp_path)["a__1"].conversations) == 1
+
+
+@pytest.mark.parametrize("reference", ["x" * 5000, "a\0b", "trajectory.json/x"])
+def test_a_reference_that_is_no_name_of_a_file_is_a_file_that_is_missing(tmp_path: Path, reference: str):
+    tell(write_trial(tmp_path, "a__1"), *STEPS, continued_trajectory_ref=reference)
+    found = converted(tmp_path)["a__1"]
+    assert (spoken(found), found.notes) == (SPOKEN, ("file_missing",))
+
+
+class Picky(Renderer):
+    """Breaks at a word, as nobody thought of."""
+
+    def reply(self, message: Message, tools: Sequence[Json] = ()) -> IntArray:
+        if message.text == "boom":
+            raise ZeroDivisionError("over\nthe moon")
+        return super().reply(message, tools)
+
+
+def test_what_nobody_thought_of_costs_one_trial(tmp_path: Path, run: RunDir):
+    tell(write_trial(tmp_path / "job", "a__1"), user("go"), agent("boom"))
+    tell(write_trial(tmp_path / "job", "b__1"))
+    for number, word in enumerate(("boom", "ls")):
+        exchange = EXCHANGE | {"reply": {"role": "assistant", "content": word}}
+        run.write_rollout(ROLLOUTS, rollout(number, exchanges=(exchange,)))
+    write_traces(tmp_path / "t.parquet", read_trials(tmp_path / "job", None))
+    renderer = Picky.load(tiny_model())
+    for path in (tmp_path / "job", tmp_path / "t.parquet", run.path):
+        bad, good = read_trials(path, renderer)
+        assert (bad.skipped, bad.detail) == ("unreadable", f"{bad.where}: ZeroDivisionError: over")
+        assert good.skipped is None
+
+
+def test_settings_of_a_run_that_cannot_be_read_do_not_hinder(run: RunDir):
+    run.write_rollout(ROLLOUTS, rollout(0, segment(PROMPT, DRAWN)))
+    for text in ("[agent", 'agent = "x"\nmodel = 7\n'):
+        (run.path / "config.toml").write_text(text)
+        [found] = read_trials(run.path, tiny_renderer())
+        assert (found.exact, found.agent, found.model) == (True, "", "")
+
+
+def test_a_call_whose_arguments_are_no_json_is_context(tmp_path: Path):
+    odd = {"tool_call_id": "c1", "function_name": "bash", "arguments": '{"command": "ls'}
+    results = [{"source_call_id": "c1", "content": "bad JSON"}]
+    tell(write_trial(tmp_path, "a__1"), GO, agent("I look.", odd, results=results), agent("two"))
+    tell(write_trial(tmp_path, "b__1"), GO, agent("I look.", odd, results=results))
+    found = converted(tmp_path)
+    assert spoken(found["a__1"]) == ["two<|im_end|>"]
+    assert found["a__1"].notes == ("no_tool_definitions", "malformed_calls")
+    assert found["b__1"].skipped == "not_renderable"
+    write_traces(tmp_path / "t.parquet", found.values())
+    assert spoken(converted(tmp_path / "t.parquet")["a__1"]) == ["two<|im_end|>"]
+
+
+def group_sizes(path: Path) -> list[list[str]]:
+    """The trials of each group."""
+    groups: dict[str, list[str]] = {}
+    for found in read_trials(path, tiny_renderer()):
+        groups.setdefault(found.group, []).append(found.trial)
+    return sorted(groups.values())
+
+
+def test_tasks_of_one_name_in_two_folders_are_two_groups(tmp_path: Path):
+    for number, place in enumerate(("setA", "setB", "setA")):
+        task = {"path": f"/{place}/fix"}
+        tell(write_trial(tmp_path, f"fix__{number}", task_id=task, config={"task": task}))
+    assert group_sizes(tmp_path) == [["fix__0", "fix__2"], ["fix__1"]]
+    assert [(one.rollout.task, one.rollout.attempt) for one in converted(tmp_path).values()] == [
+        ("fix", 0),
+        ("fix", 0),
+        ("fix", 1),
+    ]
+
+
+def test_a_corrupt_result_stays_in_the_group_of_its_task_by_what_the_trial_was_started_with(tmp_path: Path):
+    name = "a-task-with-a-name-of-more-than-32-letters"
+    model = {"name": "m", "provider": "org"}
+    config = {"task": {"path": f"/tasks/{name}"}, "agent": {"name": "aider", "model_name": "org/m"}}
+    for number in range(2):
+        info = {"name": "aider", "version": "1", "model_info": model}
+        trial = write_trial(tmp_path, f"{name[:32]}__{number}", task_id=config["task"], config=config, agent_info=info)
+        (tell(trial) / "config.json").write_text(json.dumps(config))
+    (tmp_path / f"{name[:32]}__1" / "result.json").write_text("{")
+    assert group_sizes(tmp_path) == [[f"{name[:32]}__0", f"{name[:32]}__1"]]
+    assert [(one.rollout.task, one.skipped) for one in converted(tmp_path).values()] == [
+        (name, None),
+        (name, "unreadable"),
+    ]
+
+
+def test_other_agents_and_other_models_are_other_groups(tmp_path: Path):
+    for number, (name, model) in enumerate([("x", "m"), ("x", "n"), ("y", "m"), ("x", "m")]):
+        info = {"name": name, "version": "1", "model_info": {"name": model, "provider": "p"}}
+        tell(write_trial(tmp_path, f"a__{number}", agent_info=info))
+    expected = [["a__0", "a__3"], ["a__1"], ["a__2"]]
+    assert group_sizes(tmp_path) == expected
+    write_traces(tmp_path / "t.parquet", read_trials(tmp_path, None))
+    assert group_sizes(tmp_path / "t.parquet") == expected

@@ -10,7 +10,7 @@ from dockyard.config import AgentConfig
 from dockyard.errors import DockyardError
 from dockyard.tasks import load_tasks
 from dockyard.tasks.demo import KINDS, write_demo_tasks
-from dockyard.tasks.order import due
+from dockyard.tasks.order import due, num_steps
 from dockyard.types import Task
 
 
@@ -73,8 +73,8 @@ def test_the_same_seed_writes_the_same_tasks_and_another_writes_others(folder: P
     assert instructions(tmp_path / "other") != instructions(folder)
 
 
-def turn(tasks: list[Task], step: int, seed: int = 1, passes: int | None = None) -> list[Task]:
-    return due(tasks, step, 6, seed, kind_of=lambda task: task.kind, passes=passes)
+def turn(tasks: list[Task], step: int, seed: int = 1, *, by_pass: bool = False) -> list[Task]:
+    return due(tasks, step, 6, seed, kind_of=lambda task: task.kind, by_pass=by_pass)
 
 
 def test_each_step_has_the_kinds_in_turn_and_no_task_twice_before_all_were_used(folder: Path):
@@ -86,11 +86,13 @@ def test_each_step_has_the_kinds_in_turn_and_no_task_twice_before_all_were_used(
     assert turn(tasks, 10) != steps[0]
 
 
-def test_passes_meet_each_task_so_often_and_then_end(folder: Path):
+def test_no_step_goes_beyond_the_end_of_a_pass(folder: Path):
     tasks = load_tasks(folder / "train")[:7]
-    names = [[task.name for task in turn(tasks, step, passes=2)] for step in range(4)]
-    assert [len(step) for step in names] == [6, 6, 2, 0]
-    assert sorted(name for step in names for name in step) == sorted(2 * [task.name for task in tasks])
+    assert num_steps(7, 6, 2) == 4
+    names = [[task.name for task in turn(tasks, step, by_pass=True)] for step in range(4)]
+    assert [len(step) for step in names] == [6, 1, 6, 1]
+    assert sorted(names[0] + names[1]) == sorted(names[2] + names[3]) == sorted(task.name for task in tasks)
+    assert names[0] != names[2]
 
 
 def test_one_task_folder_is_a_list_of_one(folder: Path):

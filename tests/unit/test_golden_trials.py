@@ -231,14 +231,16 @@ def test_a_trial_that_lost_its_words_is_named_as_such(name: str, tmp_path: Path)
     assert (one.skipped, one.conversations, one.rollout.segments, one.rollout.reward) == ("no_trajectory", (), (), 1.0)
 
 
-def test_the_folder_is_a_job_of_all_of_them_with_one_group():
+def test_the_folder_is_a_job_of_all_of_them_with_a_group_for_each_agent():
     numbers = SampleNumbers()
     read = list(read_trials(TRIALS, renderer()))
     assert sorted(one.trial for one in read) == sorted(folder.name for folder in TRIALS.iterdir())
     assert {one.trial for one in read if one.skipped is not None} == {"oracle"}
     made = [sample for one in read for sample in samples_of(one, numbers, renderer())]
     assert len(made) == sum(len(one.rollout.segments) for one in read)
-    assert {sample.group_index for sample in made} == {0}
+    groups = {sample.metadata["agent"]: sample.group_index for sample in made}
+    assert len(set(groups.values())) == len(groups) == 8
+    assert all(sample.group_index == groups[sample.metadata["agent"]] for sample in made)
     assert len({sample.rollout_id for sample in made}) == len(read) - 1
     for sample in made:
         assert sample.prompt + sample.response == renderer().text(sample.tokens)

@@ -193,3 +193,17 @@ def test_a_step_that_could_not_be_graded_counts_as_zero(
     [rollout] = read_job(tmp_path / "job")
     assert rollout.reward == reward
     assert (rollout.failure is not None) == (None in steps)
+
+
+@pytest.mark.parametrize("verified", [None, {"rewards": None}, {"rewards": {}}, {"rewards": {"reward": float("inf")}}])
+def test_what_was_never_graded_has_no_reward_unless_the_policy_can_have_caused_it(tmp_path: Path, verified: Any):
+    write_trial(tmp_path, "a__1", verifier_result=verified)
+    write_trial(tmp_path, "b__1", verifier_result=verified, exception_info=raised("VerifierTimeoutError"))
+    assert [(one.reward, one.failure is None) for one in read_job(tmp_path)] == [(None, True), (0.0, False)]
+
+
+def test_the_long_name_of_a_task_is_known_from_the_trials_settings_if_its_result_is_not_readable(tmp_path: Path):
+    trial = write_trial(tmp_path, "a-long__1")
+    (trial / "config.json").write_text('{"task": {"name": "org/a-long-name"}}')
+    (trial / "result.json").write_text("{")
+    assert only(tmp_path).task == "org/a-long-name"

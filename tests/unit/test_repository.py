@@ -128,6 +128,14 @@ def test_one_commit_is_fetched_from_a_url_or_everything(tmp_path: Path, checkout
     assert opened(tmp_path / "head", f"file://{checkout}", None).commit(HEAD) != first
 
 
+def test_a_bundle_may_hold_nothing_but_head(tmp_path: Path, checkout: Path):
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    bundle = tmp_path / "x.bundle"
+    git(checkout, "bundle", "create", "--quiet", str(bundle), "HEAD")
+    assert opened(tmp_path, str(bundle), head).commit(head) == head
+    assert opened(tmp_path / "by head", str(bundle), None).commit(HEAD) == head
+
+
 def test_a_commit_that_no_branch_has_is_readable_where_it_lies(tmp_path: Path, checkout: Path):
     lost = git(checkout, "rev-parse", "HEAD").strip()
     git(checkout, "commit", "--quiet", "--amend", "--message", "another")

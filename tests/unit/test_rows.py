@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from dockyard.errors import DockyardError, UsageError
-from dockyard.tasks.rows import read_rows
+from dockyard.tasks.rows import read_list, read_rows
 
 ROWS = [{"id": "a", "tests": ["x", "y"]}, {"id": "b", "tests": []}]
 
@@ -47,6 +47,21 @@ def test_a_corrupt_line_is_named_and_the_rest_is_read(tmp_path: Path):
     assert [row.where for row in found.skipped] == [f"`{file}` row {number}" for number in (2, 4, 5, 7)]
     assert found.skipped[0].why.startswith("is not valid JSON")
     assert found.skipped[1].why == "is not an object of columns"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_row_that_is_nested_too_deeply_is_named(tmp_path: Path, suffix: str):
+    file = tmp_path / f"rows{suffix}"
+    file.write_text('{"id": "a"}\n{"id": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"id": "c"}\n')
+    found = read_rows(str(file))
+    assert [row.values["id"] for row in found.rows] == ["a", "c"]
+    assert [row.where for row in found.skipped] == [f"`{file}` row 2"]
+
+
+def test_a_list_is_read_only_where_it_is_surely_one():
+    assert read_list('["a", "b"]') == ["a", "b"]
+    assert read_list(" ['a', \"it's\"]\n") == ["a", "it's"]
+    assert [read_list(text) for text in ("['a' 'b']", "['a'", "a", "{}", "[" * 100_000, "[f()]")] == [None] * 6
 
 
 def test_a_file_that_is_cut_off_does_not_hide_the_others(tmp_path: Path):

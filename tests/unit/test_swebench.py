@@ -123,6 +123,12 @@ def test_a_parquet_without_the_columns_is_refused_by_name(tmp_path: Path):
         ({"FAIL_TO_PASS": "[]"}, "has an empty `FAIL_TO_PASS`"),
         ({"FAIL_TO_PASS": "test_a, test_b"}, "has no list of tests as `FAIL_TO_PASS`"),
         ({"PASS_TO_PASS": [1]}, "has no list of tests as `PASS_TO_PASS`"),
+        ({"instance_id": "x" * 201}, "has an `instance_id` of more than 200 characters"),
+        ({"problem_statement": "\ud800"}, "holds text that is no UTF-8"),
+        ({"patch": "\ud800"}, "holds text that is no UTF-8"),
+        ({"FAIL_TO_PASS": "['a' 'b']"}, "has no list of tests as `FAIL_TO_PASS`"),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "has no list of tests as `FAIL_TO_PASS`"),
+        ({"image_assets": "[" * 100_000}, "needs files that no patch can carry"),
         ({"image_assets": '{"test_patch": [{"path": "a.png"}]}'}, "needs files that no patch can carry"),
     ],
 )
@@ -131,6 +137,27 @@ def test_a_bad_row_is_named_with_its_reason_and_the_rest_is_written(tmp_path: Pa
     assert written.names == ["x__y-2"]
     written.names.clear()
     assert_matches(rf"`.*rows.jsonl` row 2 .*{why}", reason(written))
+
+
+def test_lists_that_pandas_wrote_are_read(tmp_path: Path):
+    convert(tmp_path, row(FAIL_TO_PASS="['test_a', 'test_c']"))
+    grading = json.loads((tmp_path / "tasks" / "django__django-1" / "tests" / "instance.json").read_text())
+    assert grading["instance"]["FAIL_TO_PASS"] == ["test_a", "test_c"]
+
+
+def test_the_limit_counts_tasks_and_not_bad_rows(tmp_path: Path):
+    good = [row(instance_id=f"x__y-{number}") for number in range(3)]
+    written = convert(tmp_path, row(patch=""), *good, selection=Selection(limit=2))
+    assert (written.names, len(written.skipped)) == (["x__y-0", "x__y-1"], 1)
+    assert "3 tasks written (the limit was 4)" in convert(tmp_path, *good, selection=Selection(limit=4)).table()
+
+
+def test_what_is_in_the_way_of_a_task_is_left(tmp_path: Path):
+    (tmp_path / "tasks" / "x__y-1").mkdir(parents=True)
+    (tmp_path / "tasks" / "x__y-1" / "mine").write_text("")
+    assert "x__y-1` is there and was not made from a dataset" in reason(convert(tmp_path, row(instance_id="x__y-1")))
+    with pytest.raises(UsageError, match="is a file"):
+        write_swebench_tasks(tmp_path / "tasks" / "x__y-1" / "mine", dataset="never read")
 
 
 def assert_matches(pattern: str, text: str) -> None:

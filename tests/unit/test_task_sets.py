@@ -143,6 +143,15 @@ def test_a_run_that_fails_before_its_first_rollout_leaves_nothing_in_the_way(
         assert "has no repository `nobody/nothing`" in capsys.readouterr().err
 
 
+def test_a_dotenv_file_that_is_no_text_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_bytes(b"KEY=\xff\xfe")
+    assert main(["train", "--dry-run", "--tasks.source=demo"]) == 2
+    assert f"`{tmp_path / '.env'}` cannot be read" in capsys.readouterr().err
+
+
 def test_keys_in_a_dotenv_file_are_read_and_what_is_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "")  # so that it is put back

@@ -11,10 +11,12 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gateway_fakes import tiny_renderer
 from harbor.utils.traces_utils import collect_conversations_from_trial, load_run_metadata
 
 from dockyard.convert.conversation import Conversation, Converted
 from dockyard.convert.traces import Trace, read_traces, write_traces
+from dockyard.convert.trials import read_trials
 from dockyard.errors import DockyardError
 from dockyard.gateway.history import Message, ToolCall
 from dockyard.types import Blame, Failure, Rollout
@@ -321,3 +323,39 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path):
 def test_a_file_without_rows_gives_nothing(tmp_path: Path):
     write_traces(tmp_path / "t.parquet", [])
     assert list(read_traces(tmp_path / "t.parquet")) == []
+
+
+def attempt(path: Path, **fields: object) -> Converted:
+    [found] = read_trials(parquet(path / "t.parquet", harbor_row(said("a", "b"), **fields)), tiny_renderer())
+    return found
+
+
+@pytest.mark.parametrize("word", ["None", "nan", "True", "resolved", "pass", "Error-like text"])
+def test_a_word_that_is_no_exception_says_nothing_of_the_reward(tmp_path: Path, word: str):
+    found = attempt(tmp_path, result=word)
+    assert (found.skipped, found.rollout.reward, found.rollout.failure) == ("no_reward", None, None)
+    assert found.detail == f"`result` is `{word}`, neither a reward nor an exception"
+    rewarded = attempt(tmp_path, result=word, reward=0.5)
+    assert (rewarded.skipped, rewarded.rollout.reward, rewarded.rollout.failure) == (None, 0.5, None)
+
+
+@pytest.mark.parametrize("name", ["AgentTimeoutError", "SomeOtherError", "OddException"])
+def test_an_exception_that_the_policy_can_have_caused_is_a_noted_zero_or_the_reward_that_is_told(
+    tmp_path: Path, name: str
+):
+    found = attempt(tmp_path, result=name)
+    assert (found.skipped, found.rollout.reward, found.notes) == (None, 0.0, ("failed_unrewarded",))
+    told = attempt(tmp_path, result=name, reward=0.5)
+    assert (told.skipped, told.rollout.reward, told.notes) == (None, 0.5, ())
+    assert told.rollout.failure is not None
+
+
+@pytest.mark.parametrize("name", ["CancelledError", "Timeout", "ApiRateLimitError", "engine_down"])
+def test_what_the_policy_cannot_have_caused_has_no_reward(tmp_path: Path, name: str):
+    found = attempt(tmp_path, result=name)
+    assert (found.skipped, found.detail, found.rollout.reward) == ("no_reward", f"`result` is `{name}`", None)
+
+
+def test_a_file_that_says_no_results_keeps_its_tokens_with_a_note(tmp_path: Path):
+    found = attempt(tmp_path, result=None)
+    assert (found.skipped, found.rollout.reward, found.notes) == (None, None, ("no_reward",))

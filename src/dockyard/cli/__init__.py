@@ -8,10 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
-
-from dotenv import load_dotenv
 
 from dockyard import __version__
 from dockyard.cli import agents, convert, doctor, evaluate, rollout, serve, tasks, train
@@ -19,6 +16,7 @@ from dockyard.cli.run_file import EXIT_STOPPED, split_overrides
 from dockyard.cli.terminal import configure_logging, say, show
 from dockyard.cli.train import RunTraining
 from dockyard.errors import DockyardError, UsageError
+from dockyard.settings.dotenv import read_dotenv
 
 EXIT_FAILED = 1
 
@@ -44,11 +42,11 @@ def main(argv: Sequence[str] | None = None, *, run_training: RunTraining | None 
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    load_dotenv(Path.cwd() / ".env")  # what is set already stays
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     configure_logging(debug=debug)
     try:
+        read_dotenv()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         arguments = _parse(words)
         arguments.run_training = run_training
         return _VERBS[arguments.verb].act(arguments)

@@ -50,6 +50,7 @@ def act(arguments: argparse.Namespace) -> int:
     """Convert, and print the report. Exit code 1 when nothing could be converted; then nothing is written either."""
     wanted = _Wanted(arguments.source, arguments.output, arguments.traces, arguments.text)
     wanted.check(arguments.tokenizer)
+    _refuse_samples(arguments.source)
     from dockyard.convert.report import Report
     from dockyard.convert.tokenizer import load_renderer
 
@@ -65,7 +66,7 @@ def act(arguments: argparse.Namespace) -> int:
     if notice := unfinished(arguments.source):
         say(notice)
     wanted.say_files(report, renderer)
-    return 0 if report.converted or (wanted.traces and report.worded) else 1
+    return 0 if wanted.is_met(report) else 1
 
 
 class _NothingConvertedError(Exception):
@@ -117,11 +118,17 @@ class _Wanted:
                     raise _NothingConvertedError
 
             if self.traces:
-                write_traces(self.traces, pass_by())
+                with suppress(_NothingConvertedError):
+                    write_traces(self.traces, pass_by())
             else:
                 deque(pass_by(), maxlen=0)
             if self.output and not report.converted:
                 raise _NothingConvertedError
+
+    def is_met(self, report: "Report") -> bool:
+        """Was something written, or could samples be if no file is named?"""
+        has_samples = bool(report.converted) and (self.output is not None or self.traces is None)
+        return has_samples or (self.traces is not None and bool(report.worded))
 
     def say_files(self, report: "Report", renderer: "Renderer | None") -> None:
         """Where the result is, or how there would be one."""
@@ -131,10 +138,24 @@ class _Wanted:
                 say("without `--tokenizer` their `prompt` and `response` texts are empty; the tokens are there")
         if self.traces and report.worded:
             say(f"wrote the traces of {report.worded:,} trials to {self.traces}")
+        elif self.traces:
+            say(f"no traces were written to {self.traces}: nothing here has the words of a trial")
         if report.skipped["no_tokenizer"] and not self.traces:
             say("`--tokenizer MODEL` converts the trials that have no ids")
         elif report.converted and not self.output and not self.traces:
             say("nothing was written: `--output samples.parquet` writes samples, `--traces traces.parquet` traces")
+
+
+def _refuse_samples(source: Path) -> None:
+    from dockyard.convert.parquet import open_parquet
+    from dockyard.convert.rollouts import holds_samples
+
+    if not holds_samples(source):
+        return
+    if source.suffix == ".parquet":
+        open_parquet(source)  # says so if it is damaged: then nobody knows what it holds
+    hint = f"`dockyard train run.toml --from-job {source}` trains on them"
+    raise UsageError(f"`{source}` holds samples already", hint=hint)
 
 
 def _write(writer: "SampleWriter", samples: "list[Sample]") -> int:

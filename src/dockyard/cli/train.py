@@ -7,9 +7,10 @@ from typing import Protocol
 from dockyard.cli import rollout
 from dockyard.cli.run_file import AddParser, Flag, RunArguments, Work, add_run_verb, carry_out, purpose_of
 from dockyard.cli.terminal import say
-from dockyard.config import RunConfig
-from dockyard.errors import DockyardError
+from dockyard.config import RunConfig, TasksConfig
+from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir import Purpose, RunDir
+from dockyard.settings import READ_BY_SOURCE
 
 FLAGS = (
     Flag("--skip-training", "make rollouts only, as `dockyard rollout` does"),
@@ -37,6 +38,9 @@ def add(add_parser: AddParser) -> None:
 def act(arguments: argparse.Namespace) -> int:
     """Train, or only make rollouts."""
     if arguments.skip_training:
+        if arguments.from_job:
+            hint = "`dockyard convert` reads a job without training"
+            raise UsageError("`--from-job` does not go with `--skip-training`", hint=hint)
         return rollout.act(arguments)
     rollout.refuse(arguments, "goes with `--skip-training`")
     given: RunTraining | None = arguments.run_training
@@ -47,8 +51,19 @@ def act(arguments: argparse.Namespace) -> int:
 def _more(arguments: argparse.Namespace) -> list[str]:
     """Options that are settings under another name."""
     job: Path | None = arguments.from_job
-    recorded = ["--tasks.source=recorded", f"--tasks.dataset={job}"] if job else []
-    return [*recorded, *([f"--tasks.passes={arguments.epochs}"] if arguments.epochs else [])]
+    recorded = [*_other_tasks_forgotten(), "--tasks.source=recorded", f"--tasks.dataset={job}"] if job else []
+    passes = [f"--tasks.passes={arguments.epochs}"] if arguments.epochs else []
+    return [*recorded, *passes, *([f"--steps={RunConfig().steps}"] if recorded or passes else [])]
+
+
+def _other_tasks_forgotten() -> list[str]:
+    """What a run file says of its tasks does not count when rollouts are there already."""
+    defaults = TasksConfig().model_dump(exclude={"source", *READ_BY_SOURCE["recorded"]})
+    texts = {None: "none", (): "[]"}
+    return [
+        f"--tasks.{name}={value if isinstance(value, dict) else texts.get(value, value)}"
+        for name, value in defaults.items()
+    ]
 
 
 def _work(config: RunConfig, given: RunTraining | None) -> Work:

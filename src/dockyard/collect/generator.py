@@ -16,6 +16,7 @@ from dockyard.config import Config, RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.job import read_job
 from dockyard.run_dir import Purpose, RunDir
+from dockyard.settings.dotenv import read_dotenv
 from dockyard.tasks.registry import load_dataset
 from dockyard.types import Rollout
 
@@ -90,6 +91,7 @@ class HarborRolloutGenerator:
         if n_tasks is not None and n_tasks < 1:
             raise UsageError(f"`n_tasks` is {n_tasks}, not a whole number from 1", hint="`None` takes every task")
         hush()
+        read_dotenv()
         return run_to_end(self._generate(dataset, n_tasks))
 
     def generate_from_existing_job(self, path: str | Path) -> list[Rollout]:

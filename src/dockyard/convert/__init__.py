@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dockyard.convert.conversation import Converted
     from dockyard.convert.samples import Sample
     from dockyard.convert.tokenizer import SavedTokenizer
     from dockyard.gateway.render import Renderer
@@ -33,20 +36,24 @@ class HarborTrajectoryConverter:
 
     def load_job(self, path: Path | str) -> "list[Sample]":
         """The samples of a job, a trial, a run of ours or a single trajectory."""
-        return self._load(Path(path))
+        from dockyard.convert.trials import read_trials
+
+        return self._samples(read_trials(Path(path), self._renderer, exact=self._exact))
 
     def load_traces_parquet(self, path: Path | str) -> "list[Sample]":
         """The samples of a file of traces, in Harbor's columns of now or of earlier."""
-        return self._load(Path(path))
+        from dockyard.convert.tokens import Tokeniser
+        from dockyard.convert.traced import read_traced
 
-    def _load(self, path: Path) -> "list[Sample]":
+        return self._samples(read_traced(Path(path), Tokeniser(self._renderer, self._exact)))
+
+    def _samples(self, trials: "Iterable[Converted]") -> "list[Sample]":
         from dockyard.convert.report import Report
         from dockyard.convert.samples import SampleNumbers, samples_of
-        from dockyard.convert.trials import read_trials
 
         self.report, numbers = Report(), SampleNumbers()
         samples: list[Sample] = []
-        for found in read_trials(path, self._renderer, exact=self._exact):
+        for found in trials:
             self.report.add(found)
             samples += samples_of(found, numbers, self._renderer)
         self.report.samples = len(samples)

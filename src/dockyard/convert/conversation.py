@@ -1,7 +1,9 @@
 """What conversion passes on: a conversation as text, and what became of one trial."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 
+from dockyard.gateway.calls import RAW
 from dockyard.gateway.history import ASSISTANT, Json, Message
 from dockyard.types import Rollout
 
@@ -29,6 +31,18 @@ class Conversation:
         return tuple(place for place in spoken if self.sampled is None or place in self.sampled)
 
 
+def without_malformed(conversation: Conversation) -> Conversation:
+    """Calls whose arguments are no JSON cannot be shown as the model wrote them: what it said there becomes context."""
+    said = conversation.replies
+    kept = frozenset(p for p in said if not any(RAW in call.arguments for call in conversation.messages[p].calls))
+    return conversation if len(kept) == len(said) else replace(conversation, sampled=kept)
+
+
+def group_name(task: str, agent: str, model: str) -> str:
+    """Attempts at one task by one agent with one model: others are no measure for each other."""
+    return json.dumps([task, agent, model])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
     """What became of one recorded attempt."""
@@ -41,7 +55,7 @@ class Converted:
     rollout: Rollout
     """With segments unless it was skipped."""
     group: str = ""
-    """What its rewards are compared within; empty: the attempts at its task."""
+    """What its rewards are compared within; empty: the attempts at its task. See `group_name`."""
     conversations: tuple[Conversation, ...] = ()
     """What was said, where the text is known; also of trials whose segments are exact."""
     exact: bool = False

@@ -1,15 +1,25 @@
 """The calls of a rollout in text mode become conversations: each call that goes on from another is joined to it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dockyard.convert.conversation import Conversation
-from dockyard.gateway.calls import arguments_object, strict_object
+from dockyard.gateway.calls import arguments_object
 from dockyard.gateway.history import ASSISTANT, Json, Message, ToolCall
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What the model said, and where in its history."""
+
+    place: int
+    message: Message
+    is_cut: bool
+
+
+@dataclass(slots=True, eq=False)
 class _Thread:
     """A history as it grows."""
 
@@ -19,21 +29,38 @@ class _Thread:
     cut: set[int] = field(default_factory=set[int])
     delivered: bool = True
     """Did the agent get the last reply?"""
+    taken_back: list[_Reply] = field(default_factory=list[_Reply])
 
     def say(self, exchange: Mapping[str, Any]) -> None:
-        place = len(self.messages)
-        self.messages.append(message_of(exchange["reply"]))
-        self.sampled.add(place)
-        if exchange.get("finish") == "length":
-            self.cut.add(place)
+        is_cut = exchange.get("finish") == "length"
+        self._put(_Reply(len(self.messages), message_of(exchange["reply"]), is_cut))
         self.delivered = bool(exchange.get("delivered", True))
+
+    def _put(self, reply: _Reply) -> None:
+        self.messages.append(reply.message)
+        self.sampled.add(reply.place)
+        if reply.is_cut:
+            self.cut.add(reply.place)
 
     def take_back(self) -> None:
         """The last reply is not part of the rollout: it was sampled anew, or never arrived."""
         place = len(self.messages) - 1
-        self.messages.pop()
+        self.taken_back.append(_Reply(place, self.messages.pop(), place in self.cut))
         self.sampled.discard(place)
         self.cut.discard(place)
+
+    def return_to(self, history: Sequence[Message]) -> "_Thread | None":
+        """Of several replies to one prompt an agent may go on with an earlier one. None if this history does not."""
+        for reply in self.taken_back:
+            before = self.messages[: reply.place]
+            if _begins_with(history, [*before, reply.message]):
+                self.taken_back.remove(reply)
+                thread = self if reply.place == len(self.messages) - 1 else _Thread(self.tools, before)
+                if thread is self:  # nobody went on with the reply that took its place
+                    self.take_back()
+                thread._put(reply)
+                return thread
+        return None
 
 
 def conversations_of(exchanges: Sequence[Mapping[str, Any]]) -> tuple[Conversation, ...]:
@@ -71,8 +98,11 @@ def _thread_for(threads: list[_Thread], tools: tuple[Json, ...], history: list[M
         if len(history) == len(thread.messages) - 1 and _begins_with(thread.messages, history):
             thread.take_back()
             return thread
-    thread = _Thread(tools, history)
-    threads.append(thread)
+    returned = (thread.return_to(history) for thread in alike)
+    thread = next((thread for thread in returned if thread), None) or _Thread(tools, history)
+    if thread not in threads:
+        threads.append(thread)
+    thread.messages += history[len(thread.messages) :]
     return thread
 
 
@@ -118,5 +148,5 @@ def _clean(text: str) -> str:
 def _call(wire: Mapping[str, Any]) -> ToolCall:
     function: Json = wire["function"]
     arguments: Json | str | None = function.get("arguments")
-    values = strict_object(arguments) or {} if isinstance(arguments, dict) else arguments_object(arguments or "")
-    return ToolCall(wire.get("id") or "", function["name"], values)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return ToolCall(wire.get("id") or "", function["name"], arguments_object(text))

@@ -1,13 +1,16 @@
 """What a conversion came to."""
 
+import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dockyard.convert.conversation import Converted
 
+logger = logging.getLogger(__name__)
+
 _MAX_NAMED = 3
-"""Of the trials that were skipped for one reason, so many are named."""
+"""Of the trials that were skipped for one reason, so many are in the table; others are logged."""
 NOTES = {
     "no_tool_definitions": "tool calls, but nothing says which tools there were",
     "no_system_prompt": "the agent's system text is not in its trajectory: the model saw more than is rendered",
@@ -22,9 +25,22 @@ NOTES = {
     "merged_replies": "a step stands for several model calls",
     "empty_replies": "steps in which the model said nothing were left out",
     "trajectory_unreadable": "ids are used, the trajectory cannot be read",
+    "malformed_calls": "replies with a call whose arguments are no JSON are context only",
+    "failed_unrewarded": "`result` names an exception that the policy can have caused, and no reward: counted as 0",
     "no_reward": "nothing says what it earned",
 }
 """What the notes on attempts mean. Others are explained where they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Skipped:
+    where: str
+    reason: str
+    detail: str
+
+    @property
+    def line(self) -> str:
+        return self.detail if self.where in self.detail else f"{self.where}: {self.detail}"
 
 
 @dataclass(slots=True)
@@ -43,7 +59,7 @@ class Report:
     rewards: list[float] = field(default_factory=list[float])
     skipped: Counter[str] = field(default_factory=Counter[str])
     notes: Counter[str] = field(default_factory=Counter[str])
-    _named: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    skipped_trials: list[_Skipped] = field(default_factory=list[_Skipped])
 
     @property
     def converted(self) -> int:
@@ -55,14 +71,17 @@ class Report:
         self.worded += bool(found.conversations)
         if found.skipped is not None:
             self.skipped[found.skipped] += 1
-            named = self._named.setdefault(found.skipped, [])
-            if len(named) < _MAX_NAMED:
-                named.append(found.detail if found.where in found.detail else f"{found.where}: {found.detail}")
+            self._name(_Skipped(found.where, found.skipped, found.detail))
             return
         self.exact += found.exact
         self.text += not found.exact
         self.notes.update(set(found.notes))
         self._add_tokens(found)
+
+    def _name(self, skipped: _Skipped) -> None:
+        self.skipped_trials.append(skipped)
+        if self.skipped[skipped.reason] > _MAX_NAMED:
+            logger.info("%s: %s", skipped.reason, skipped.line)
 
     def _add_tokens(self, found: Converted) -> None:
         rollout = found.rollout
@@ -80,6 +99,7 @@ class Report:
             "exact": self.exact,
             "text": self.text,
             "skipped": dict(sorted(self.skipped.items())),
+            "skipped_trials": [asdict(trial) for trial in self.skipped_trials],
             "notes": dict(sorted(self.notes.items())),
             "samples": self.samples,
             "worded": self.worded,
@@ -110,8 +130,8 @@ class Report:
         return "\n".join(lines)
 
     def _reason(self, why: str, count: int) -> list[str]:
-        named = self._named[why]
-        more = [f"    and {count - len(named):,} more"] if count > len(named) else []
+        named = [trial.line for trial in self.skipped_trials if trial.reason == why][:_MAX_NAMED]
+        more = [f"    and {count - len(named):,} more, named above"] if count > len(named) else []
         return [f"  {why} {count:,}", *(f"    {line}" for line in named), *more]
 
     def _note(self, name: str, count: int) -> str:

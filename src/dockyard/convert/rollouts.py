@@ -5,21 +5,24 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from dockyard.convert.samples import groups_of, read_samples
+import numpy as np
+
+from dockyard.convert.samples import Sample, groups_of, read_samples
+from dockyard.convert.tokens import foreign
 from dockyard.convert.trials import Converted, read_trials
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
-from dockyard.types import Group, Rollout
+from dockyard.types import Group, Rollout, Segment
 
 logger = logging.getLogger(__name__)
+
+_MAX_LINE = 64 * 2**20
 
 
 def read_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
     """Those that can be trained on, with others of their task; of a run of ours, with others of their step."""
     if holds_samples(path):
-        groups = groups_of(read_samples(path))
-        _check_ids(groups, path, renderer)
-        return groups
+        return groups_of(_checked(path, renderer))
     by_group: dict[str, list[Rollout]] = {}
     for converted in _convertible(path, renderer):
         by_group.setdefault(converted.group or converted.rollout.task, []).append(converted.rollout)
@@ -34,8 +37,8 @@ def holds_samples(path: Path) -> bool:
         return _has_tokens(path)
     if path.suffix in (".json", ".jsonl"):
         with path.open("rb") as file:
-            beginning = file.read(64).lstrip()
-        return beginning.startswith(b"[" if path.suffix == ".json" else b'{"group_index"')
+            first = file.readline(_MAX_LINE) if path.suffix == ".jsonl" else file.read(64).lstrip()
+        return b'"tokens"' in first if path.suffix == ".jsonl" else first.startswith(b"[")
     return path.suffix == ".pt"
 
 
@@ -48,13 +51,16 @@ def _has_tokens(path: Path) -> bool:
         return True  # whoever reads it says what is wrong
 
 
-def _check_ids(groups: tuple[Group, ...], path: Path, renderer: Renderer) -> None:
+def _checked(path: Path, renderer: Renderer) -> Iterator[Sample]:
     """Ids of another tokenizer would be trained on without an error, or end the run in the middle."""
-    segments = [segment for group in groups for rollout in group.rollouts for segment in rollout.segments]
-    largest = max((int(segment.token_ids.max(initial=0)) for segment in segments), default=0)
-    if largest >= renderer.max_ids:
-        hint = "`--model.name` names the model that the samples were made for"
-        raise DockyardError(f"`{path}` has the token id {largest}, which the model does not know", hint=hint)
+    for sample in read_samples(path):
+        nothing = np.zeros(len(sample.tokens), np.bool_)
+        segment = Segment(token_ids=sample.tokens, sampled=nothing, logprobs=None, versions=None)
+        why = foreign([segment], f"{sample.prompt}\n{sample.response}", renderer)
+        if why:
+            hint = "`--model.name` names the model that the samples were made for"
+            raise DockyardError(f"sample {sample.index} of `{path}` is another model's: {why}", hint=hint)
+        yield sample
 
 
 def _convertible(path: Path, renderer: Renderer) -> Iterator[Converted]:

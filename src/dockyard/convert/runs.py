@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from dockyard.convert.conversation import Converted
 from dockyard.convert.exchanges import conversations_of
+from dockyard.convert.guard import blank, guarded
 from dockyard.convert.tokens import Tokeniser, skip
 from dockyard.errors import DockyardError
 from dockyard.run_dir import recorded_files, settings_file
 from dockyard.run_dir.records import RecordedRollout, from_line
-from dockyard.types import Rollout
 
 _EVALUATIONS = "eval"
 
@@ -43,7 +44,9 @@ def read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     for number, line in _lines(file):
         key = _key(line)
         if key is None or latest[key] == number:
-            yield _converted(f"{file} line {number}", line, who, tokeniser)
+            where = f"{file} line {number}"
+            unknown = blank(where, agent=who.agent, model=who.model)
+            yield guarded(unknown, partial(_converted, where, line, who, tokeniser))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,17 @@ class _Who:
 
     @classmethod
     def of(cls, config: Path) -> "_Who":
-        settings = tomllib.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        agent, model = (cast("dict[str, Any]", settings.get(name) or {}) for name in ("agent", "model"))
-        return cls(str(agent.get("name") or ""), str(model.get("name") or ""))
+        """Nobody, if the settings cannot be read: the rollouts can be."""
+        try:
+            settings = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return cls()
+        return cls(_name(settings, "agent"), _name(settings, "model"))
+
+
+def _name(settings: dict[str, Any], section: str) -> str:
+    named: object = settings.get(section)
+    return str(cast("dict[str, Any]", named).get("name") or "") if isinstance(named, dict) else ""
 
 
 class _Key(BaseModel, frozen=True):
@@ -84,8 +95,7 @@ def _converted(where: str, line: bytes, who: _Who, tokeniser: Tokeniser) -> Conv
         recorded = from_line(line)
         conversations = conversations_of(recorded.rollout.exchanges)
     except (ValidationError, KeyError, TypeError, OverflowError) as error:
-        empty = Rollout(task="", kind="", attempt=0, segments=(), reward=None, failure=None)
-        broken = Converted(where=where, trial="", agent=who.agent, model=who.model, rollout=empty)
+        broken = blank(where, agent=who.agent, model=who.model)
         return skip(broken, "unreadable", f"`{where}` is no rollout: {str(error).splitlines()[0]}")
     rollout = recorded.rollout
     found = Converted(

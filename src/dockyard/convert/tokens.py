@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dockyard.convert.conversation import Conversation, Converted
+from dockyard.convert.conversation import Conversation, Converted, without_malformed
 from dockyard.convert.text import segments_of
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
@@ -43,9 +43,12 @@ class Tokeniser:
         return _as_sampled(found, kept, sum(map(len, turns)))
 
     def _from_text(self, found: Converted) -> Converted:
-        own = [conversation for conversation in found.conversations if conversation.replies]
-        if not own:
+        told = [conversation for conversation in found.conversations if conversation.replies]
+        if not told:
             return skip(found, "no_trajectory", found.detail or "no file of the agent's tells what was said")
+        own = [conversation for one in told if (conversation := without_malformed(one)).replies]
+        if not own:
+            return skip(found, "not_renderable", "the arguments of all of the model's calls are no JSON")
         if self.renderer is None:
             return skip(found, "no_tokenizer", "no ids were kept; `--tokenizer MODEL` makes them from the text")
         try:
@@ -53,8 +56,12 @@ class Tokeniser:
         except TemplateRejectionError as error:
             return skip(found, "not_renderable", str(error))
         thoughts = any(conversation.messages[place].reasoning for conversation in own for place in conversation.replies)
-        notes = ("thoughts_left_out",) if thoughts and not self.renderer.keeps_thoughts else ()
-        return replace(found, notes=(*found.notes, *notes), rollout=_trained(found, segments))
+        notes = {
+            "thoughts_left_out": thoughts and not self.renderer.keeps_thoughts,
+            "malformed_calls": own != told,
+        }
+        noted = (*found.notes, *(name for name, applies in notes.items() if applies))
+        return replace(found, notes=noted, rollout=_trained(found, segments))
 
 
 def _as_sampled(found: Converted, kept: tuple[Segment, ...], num_turns: int) -> Converted:

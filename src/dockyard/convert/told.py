@@ -113,20 +113,28 @@ class _Reader:
 
     def _find(self, name: str) -> Trajectory | None:
         """A file that another refers to, unless it was read before."""
-        file = (self._folder / name).resolve()
+        file = self._place(name)
         if file in self._read:
             return None
-        self._read.add(file)
+        if file is not None:
+            self._read.add(file)
         return self._load(file)
 
-    def _load(self, file: Path) -> Trajectory | None:
+    def _place(self, name: str) -> Path | None:
         """Nothing outside the agent's folder is read."""
-        if not file.is_relative_to(self._folder.resolve()) or not file.is_file():
+        try:
+            file = (self._folder / name).resolve()
+            return file if file.is_relative_to(self._folder.resolve()) and file.is_file() else None
+        except (OSError, ValueError):  # too long for a name, or a zero byte in it
+            return None
+
+    def _load(self, file: Path | None) -> Trajectory | None:
+        if file is None:
             self.notes.add("file_missing")
             return None
         try:
             return read_trajectory(file)
-        except UnreadableError:
+        except (UnreadableError, OSError):
             self.notes.add("file_unreadable")
             return None
 
@@ -137,7 +145,7 @@ class _Reader:
             paths = [ref.trajectory_path or "" for result in step.results for ref in result.references()]
             asked = [path for path in paths if step.replaces_context and path.endswith("-questions.json")]
             for path in asked:
-                if questions := self._load((self._folder / path).resolve()):
+                if questions := self._load(self._place(path)):
                     found[id(step)] = questions.steps
         return found
 

@@ -71,7 +71,7 @@ def _recorded(row: TraceRow) -> Conversation:
             cut=frozenset(recorded["cut"]),
             name=recorded["name"],
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NoConversationError(f"`conversation_json` of row {row.number} is damaged: {error}") from error
 
 

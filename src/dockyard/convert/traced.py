@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from dockyard.convert.conversation import Converted
+from dockyard.convert.conversation import Converted, group_name
+from dockyard.convert.guard import guarded
 from dockyard.convert.tokens import Tokeniser, skip
 from dockyard.convert.traces import Trace, read_traces
 from dockyard.rollout.blame import BY_NAME
-from dockyard.rollout.job import rollout_of_exception
+from dockyard.rollout.job import is_exception, rollout_of_exception
 from dockyard.rollout.outcome import Place
 from dockyard.types import Blame, Failure, Rollout
 
@@ -18,35 +19,43 @@ def read_traced(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     """Each trial that a file of traces tells of."""
     seen: Counter[str] = Counter()
     for trace in read_traces(path):
-        found = _found(trace, seen[trace.task])
-        seen[trace.task] += 1
+        group = group_name(trace.task, trace.agent, trace.model)
+        found = _found(trace, group, seen[group])
+        seen[group] += 1
         if trace.problem:
             yield skip(found, "unreadable", f"{trace.where}: {trace.problem}")
-        elif found.rollout.failure and found.rollout.reward is None:
-            yield skip(found, "no_reward", f"`result` is `{trace.result}`")
+        elif trace.result and found.rollout.reward is None:
+            what = "" if found.rollout.failure else ", neither a reward nor an exception"
+            yield skip(found, "no_reward", f"`result` is `{trace.result}`{what}")
         else:
-            yield tokeniser.give(found)
+            yield guarded(found, partial(tokeniser.give, found))
 
 
-def _found(trace: Trace, attempt: int) -> Converted:
-    found = Converted(
+def _found(trace: Trace, group: str, attempt: int) -> Converted:
+    rollout = _rollout(trace, Place(task=trace.task, kind="", attempt=attempt))
+    return Converted(
         where=trace.where,
         trial=trace.trial,
         agent=trace.agent,
         model=trace.model,
-        rollout=_rollout(trace, Place(task=trace.task, kind="", attempt=attempt)),
+        rollout=rollout,
+        group=group,
         conversations=trace.conversations,
-        notes=tuple(sorted(trace.notes)),
+        notes=(*sorted(trace.notes), *_notes(rollout, trace.reward)),
     )
-    unknown = found.rollout.reward is None and found.rollout.failure is None
-    return replace(found, notes=(*found.notes, "no_reward")) if unknown else found
+
+
+def _notes(rollout: Rollout, told: float | None) -> tuple[str, ...]:
+    if rollout.reward is None:
+        return () if rollout.failure else ("no_reward",)
+    return ("failed_unrewarded",) if told is None else ()
 
 
 def _rollout(trace: Trace, place: Place) -> Rollout:
     """`result` is a reward, the exception that Harbor recorded instead of one, or our own word for a lost rollout."""
     if trace.result in BY_NAME and trace.reward is None:
         failure = Failure(cause=trace.result, blame=Blame.INFRASTRUCTURE, message="as the traces say")
-    elif trace.result.isidentifier():
+    elif is_exception(trace.result):
         return rollout_of_exception(place, trace.result, trace.reward)
     else:
         failure = None

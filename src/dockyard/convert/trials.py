@@ -8,6 +8,7 @@ What is broken in one of them is named on it, and the others are read all the sa
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from harbor import TrialResult
@@ -16,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from dockyard.convert.atif import UnreadableError
 from dockyard.convert.completions import read_completions
-from dockyard.convert.conversation import Converted
+from dockyard.convert.conversation import Converted, group_name
+from dockyard.convert.guard import blank, guarded
 from dockyard.convert.logs import TELL_MORE, conversation_from_log
 from dockyard.convert.runs import is_run, read_recorded, read_run
 from dockyard.convert.tokens import Tokeniser, skip
@@ -24,7 +26,7 @@ from dockyard.convert.told import TRAJECTORY, Told, read_told
 from dockyard.convert.traced import read_traced
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
-from dockyard.rollout.job import ASK_NO_MODEL, read_result, rollout_of_trial, task_name, trial_folders
+from dockyard.rollout.job import ASK_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
 from dockyard.types import Failure, Rollout
 
 __all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
@@ -47,7 +49,7 @@ def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) ->
     elif path.suffix == ".jsonl":
         yield from read_recorded(path, tokeniser)
     else:
-        yield _read_trajectory(path, tokeniser)
+        yield guarded(blank(str(path), trial=path.stem), partial(_read_trajectory, path, tokeniser))
 
 
 def count_trials(path: Path) -> int | None:
@@ -72,15 +74,38 @@ class _Job(BaseModel):
 def _read_job(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     seen: Counter[str] = Counter()
     for trial in trial_folders(path):
-        result = read_result(trial)
-        task = task_name(trial, result)
-        found = _found(trial, result, task, seen[task])
-        seen[task] += 1
-        yield _with_words(found, trial, result, tokeniser) if isinstance(result, TrialResult) else found
+        yield guarded(blank(str(trial), trial=trial.name), partial(_read_trial, trial, seen, tokeniser))
 
 
-def _found(trial: Path, result: TrialResult | Failure, task: str, attempt: int) -> Converted:
+def _read_trial(trial: Path, seen: Counter[str], tokeniser: Tokeniser) -> Converted:
+    """`seen` counts the attempts of each group."""
+    result = read_result(trial)
+    group = _group(trial, result)
+    attempt, seen[group] = seen[group], seen[group] + 1
+    found = replace(_found(trial, result, attempt), group=group)
+    if isinstance(result, Failure):
+        return found
+    return guarded(found, partial(_with_words, found, trial, result, tokeniser))
+
+
+def _group(trial: Path, result: TrialResult | Failure) -> str:
+    """Tasks of two folders may have one name. Without a result, what the trial was started with tells the same."""
+    if isinstance(result, TrialResult):
+        who, task = result.config.agent, result.task_id
+        agent, model = result.agent_info.name, _model(result)
+    else:
+        try:
+            setup = read_setup(trial)
+            who, task = setup.agent, setup.task.get_task_id()
+        except (OSError, ValueError):
+            return group_name(task_name(trial, result), "", "")
+        agent, model = who.name or "", ""
+    return group_name(task.model_dump_json(), who.import_path or agent, who.model_name or model)
+
+
+def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converted:
     """How the trial ended, and the tokens that its result has."""
+    task = task_name(trial, result)
     if isinstance(result, Failure):
         still = result.cause == "cancelled"
         detail = f"{result.message}: it is still running, or was killed" if still else result.message
@@ -131,8 +156,8 @@ def _give(found: Converted, told: Told, tokeniser: Tokeniser) -> Converted:
         conversations=told.conversations,
         notes=(*found.notes, *sorted(told.notes)),
     )
-    if failure and found.rollout.reward is None:
-        return skip(found, "no_reward", f"{failure.cause}: {failure.message}")
+    if found.skipped is None and found.rollout.reward is None and "no_reward" not in found.notes:
+        return skip(found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "it was never graded")
     return tokeniser.give(found, told.turns)
 
 
@@ -156,10 +181,9 @@ def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
     trial = file.parent.parent
     result = read_result(trial) if file.parent.name == "agent" else None
     if isinstance(result, TrialResult):
-        found = replace(_found(trial, result, task_name(trial, result), 0), where=str(file))
+        found = replace(_found(trial, result, 0), where=str(file))
     else:
-        rollout = Rollout(task=file.stem, kind="", attempt=0, segments=(), reward=None, failure=None)
-        found = Converted(where=str(file), trial=file.stem, agent="", model="", rollout=rollout, notes=("no_reward",))
+        found = replace(blank(str(file), trial=file.stem, task=file.stem), notes=("no_reward",))
     try:
         return _give(found, read_told(file), tokeniser)
     except (UnreadableError, OverflowError) as error:

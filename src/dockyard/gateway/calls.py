@@ -22,6 +22,8 @@ class RefusedError(Exception):
 
 
 OVERFLOW = "context_length_exceeded"
+RAW = "__raw__"
+"""The argument that holds what is no JSON object."""
 
 
 class AnyTurn(Protocol):
@@ -130,7 +132,7 @@ def invalid(message: str) -> NoReturn:
 
 def arguments_object(text: str) -> Json:
     """Tool arguments as an agent sends them back: a JSON object in a string. Anything else is kept as text."""
-    return {"__raw__": text} if (value := strict_object(text or "{}")) is None else value
+    return {RAW: text} if (value := strict_object(text or "{}")) is None else value
 
 
 def strict_object(value: object) -> Json | None:

@@ -8,18 +8,22 @@ endpoint is known by the type of error only.
 # pyright: reportMissingTypeStubs=false
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from harbor import AgentContext, TrialResult
 from harbor.models.agent.rollout_detail import RolloutDetail
-from harbor.models.trial.error_policy import FailureCause, policy_for
-from pydantic import ValidationError
+from harbor.models.trial.config import AgentConfig, TaskConfig
+from harbor.models.trial.error_policy import ERROR_POLICIES, FailureCause, policy_for
+from pydantic import BaseModel, Field, ValidationError
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.ledger import Recording
+from dockyard.rollout.blame import BY_EXCEPTION
 from dockyard.rollout.details import num_turns, segments_of
 from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
 from dockyard.tasks import load_tasks
@@ -88,6 +92,12 @@ def recording_of(result: TrialResult) -> Recording:
     )
 
 
+def is_exception(name: str) -> bool:
+    """Whether a word is the type of something that was raised, as far as a word can tell."""
+    is_known = name in BY_EXCEPTION or name in ERROR_POLICIES
+    return is_known or (name.isidentifier() and name.endswith(("Error", "Exception")))
+
+
 def rollout_of_exception(place: Place, exception: str, reward: float | None) -> Rollout:
     """An attempt of which only the type of what was raised is known, and that its agent asked the model."""
     recording = Recording(stats={}, calls=1, answered=1, engine_failure=_engine_failure(exception, ""))
@@ -125,11 +135,14 @@ def _is_trial(folder: Path) -> bool:
 
 
 def rollout_of_trial(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
-    """The attempt of this number at the task of this name."""
+    """The attempt of this number at the task of this name. What neither failed nor was graded has no reward."""
     if isinstance(result, Failure):
         return Rollout(task=name, kind="", attempt=attempt, segments=(), reward=None, failure=result)
     place = Place(task=name, kind=_kind(result), attempt=attempt)
-    return rollout_of(place, outcome_of(result), recording_of(result))
+    outcome = outcome_of(result)
+    rollout = rollout_of(place, outcome, recording_of(result))
+    is_graded = outcome.reward is not None and math.isfinite(outcome.reward)
+    return rollout if is_graded or rollout.failure else replace(rollout, reward=None)
 
 
 def _order(trial: Path, result: TrialResult | Failure) -> tuple[str, datetime, str]:
@@ -138,10 +151,25 @@ def _order(trial: Path, result: TrialResult | Failure) -> tuple[str, datetime, s
 
 
 def task_name(trial: Path, result: TrialResult | Failure) -> str:
-    """As task folders are named here. Harbor names a trial `<task>__<letters>`."""
-    if isinstance(result, Failure):
+    """As task folders are named here. Harbor names a trial `<the task's first letters>__<letters>`."""
+    if not isinstance(result, Failure):
+        return result.task_id.get_name()
+    try:
+        return read_setup(trial).task.get_task_id().get_name()
+    except (OSError, ValueError):
         return trial.name.rpartition("__")[0] or trial.name
-    return result.task_id.get_name()
+
+
+class Setup(BaseModel):
+    """What a trial was started with."""
+
+    task: TaskConfig
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+
+
+def read_setup(trial: Path) -> Setup:
+    """Harbor writes it before the trial begins. Raises OSError, or ValueError."""
+    return Setup.model_validate_json((trial / _CONFIG).read_bytes())
 
 
 def _kind(result: TrialResult) -> str:

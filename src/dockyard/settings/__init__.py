@@ -19,7 +19,7 @@ from dockyard.settings.text import settings_by_key
 
 _EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.deterministic")
 _OF_ANY_DATASET = ("heldout", "repo", "ids", "limit", "heldout_share", "passes")
-_READ_BY_SOURCE = {
+READ_BY_SOURCE = {
     "folder": ("train", *_OF_ANY_DATASET),
     "demo": ("num_train", "num_heldout", "passes"),
     "harbor": ("dataset", "registry", *_OF_ANY_DATASET),
@@ -163,5 +163,5 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _not_read(source: str) -> tuple[str, ...]:
-    others = TasksConfig.model_fields.keys() - {"source", *_READ_BY_SOURCE[source]}
+    others = TasksConfig.model_fields.keys() - {"source", *READ_BY_SOURCE[source]}
     return tuple(f"tasks.{name}" for name in sorted(others))

@@ -2,24 +2,30 @@
 
 import random
 from collections.abc import Callable, Sequence
+from math import ceil
+
+
+def num_steps(num_items: int, count: int, passes: int) -> int:
+    """How many steps so many passes take. No step goes beyond the end of a pass."""
+    return passes * ceil(num_items / count)
 
 
 def due[T](
-    items: Sequence[T], step: int, count: int, seed: int, *, kind_of: Callable[[T], str], passes: int | None = None
+    items: Sequence[T], step: int, count: int, seed: int, *, kind_of: Callable[[T], str], by_pass: bool = False
 ) -> list[T]:
     """What a step attempts: each once before any again, in an order of the seed's, the kinds taking turns.
 
-    With `passes` the last step takes what is left of them, and those after it nothing.
+    With `by_pass` the last step of a pass takes what is left of it, instead of going on with the next.
     """
-    end = (step + 1) * count if passes is None else min((step + 1) * count, passes * len(items))
-    chosen: list[T] = []
-    for position in range(step * count, end):
-        epoch, index = divmod(position, len(items))
-        chosen.append(_shuffled(items, random.Random(f"{seed}-{epoch}"), kind_of)[index])
-    return chosen
+    if by_pass:
+        epoch, place = divmod(step, num_steps(len(items), count, 1))
+        return _shuffled(items, seed, epoch, kind_of)[place * count : (place + 1) * count]
+    places = [divmod(position, len(items)) for position in range(step * count, (step + 1) * count)]
+    return [_shuffled(items, seed, epoch, kind_of)[index] for epoch, index in places]
 
 
-def _shuffled[T](items: Sequence[T], rng: random.Random, kind_of: Callable[[T], str]) -> list[T]:
+def _shuffled[T](items: Sequence[T], seed: int, epoch: int, kind_of: Callable[[T], str]) -> list[T]:
+    rng = random.Random(f"{seed}-{epoch}")
     by_kind: dict[str, list[T]] = {}
     for item in items:
         by_kind.setdefault(kind_of(item), []).append(item)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,7 +126,11 @@ class Repositories:
     def _resolved(self, named: str) -> str:
         inside = self.local / named if self.local else None
         return (
-            str(inside) if inside and inside.exists() else str(Path(named).expanduser()) if _is_path(named) else named
+            str(inside)
+            if inside and os.path.exists(inside)
+            else str(Path(named).expanduser())
+            if _is_path(named)
+            else named
         )
 
     def _in_folder(self, repo: str) -> Path | None:
@@ -133,7 +138,7 @@ class Repositories:
             return None
         names = dict.fromkeys((repo, repo.replace("/", "__"), repo.replace("/", "-"), repo.rpartition("/")[2]))
         places = (self.local / f"{name}{ending}" for name in names for ending in ("", ".git", ".bundle"))
-        return next((place for place in places if place.exists()), None)
+        return next((place for place in places if os.path.exists(place)), None)
 
 
 def run_git(args: Sequence[str], *, env: Mapping[str, str] | None = None, stdin: bytes = b"") -> bytes:
@@ -176,10 +181,10 @@ def _new(git_dir: Path) -> Repository:
 def _provide(repository: Repository, address: str, commit: str | None) -> None:
     """Make the commit readable. One that the repository does not have is for the caller to find out."""
     path = Path(address)
-    if _is_path(address) and path.is_dir():
+    if _is_path(address) and os.path.isdir(path):  # unlike `Path`, it has an answer for names that cannot be
         _borrow(repository, path)
     elif not _has(repository, commit):
-        _fetch(repository, str(path.absolute()) if path.is_file() else address, commit)
+        _fetch(repository, str(path.absolute()) if os.path.isfile(path) else address, commit)
 
 
 def _borrow(repository: Repository, path: Path) -> None:
@@ -205,6 +210,9 @@ def _fetch(repository: Repository, address: str, commit: str | None) -> None:
         except GitError:  # not every server gives a commit by its id
             pass
     run_git([*into, "--", address, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*"])
+    if not _has(repository, commit):
+        with suppress(GitError):  # a bundle may hold nothing but HEAD, or none
+            run_git([*into, "--", address, f"+HEAD:{HEAD}"])
 
 
 def _has(repository: Repository, commit: str | None) -> bool:

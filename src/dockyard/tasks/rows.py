@@ -3,6 +3,7 @@
 What cannot be read is named with its file and line, and the rest is read all the same.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -61,6 +62,24 @@ def read_rows(source: str, *, split: str | None = None) -> Rows:
     for file in files:
         _read_into(found, file, f"{source.rstrip('/')}/{file.relative_to(folder).as_posix()}")
     return _not_empty(found)
+
+
+def read_list(text: str) -> list[Any] | None:
+    """A list that is written as JSON, or as Python and so pandas writes it; None for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = _python_list(text.strip())
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def _python_list(text: str) -> Any:
+    """Only what Python itself would write: `['a' 'b']`, an array of numpy's, would be read as one word."""
+    try:
+        value = ast.literal_eval(text)
+        return value if repr(value) == text else None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _read_file(source: str, file: Path, split: str | None) -> Rows:
@@ -143,7 +162,7 @@ def _json(file: Path) -> Iterator[Any]:
     """One list of rows, or one row after the other as in JSONL."""
     try:
         values = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         yield from _lines(file)
         return
     yield from cast("list[Any]", values) if isinstance(values, list) else [values]

@@ -1,7 +1,6 @@
 """One training run, from its settings to its summary."""
 
 import logging
-import math
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render import Renderer
 from dockyard.rollout.pool import Order
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
+from dockyard.tasks.order import num_steps
 from dockyard.trainer.loop import StepRecord, train
 from dockyard.trainer.parts import Inputs, Parts, open_parts
 from dockyard.trainer.progress import Progress
@@ -61,8 +61,9 @@ def _with_steps(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Passes as steps."""
     if not config.counts_passes:
         return config
-    meetings = (config.tasks.passes or 1) * len(inputs.recorded or inputs.tasks.train)
-    return config.model_copy(update={"steps": math.ceil(meetings / config.grpo.tasks_per_step)})
+    num_items = len(inputs.recorded or inputs.tasks.train)
+    steps = num_steps(num_items, config.grpo.tasks_per_step, config.tasks.passes or 1)
+    return config.model_copy(update={"steps": steps})
 
 
 async def _run(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> None:

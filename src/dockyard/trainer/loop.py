@@ -89,8 +89,8 @@ class TaskRollouts:
         await asyncio.gather(*(collection.task for collection in self._begun.values()), return_exceptions=True)
 
     def _due(self, step: int) -> list[Task]:
-        count, passes = self.config.grpo.tasks_per_step, self.config.tasks.passes
-        return due(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, passes=passes)
+        count, by_pass = self.config.grpo.tasks_per_step, self.config.counts_passes
+        return due(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, by_pass=by_pass)
 
     def _order(self, step: int) -> Order:
         return Order(

@@ -55,8 +55,14 @@ class RecordedRollouts:
 
     async def collect(self, step: int) -> tuple[Group, ...]:
         config = self.run.config
-        count, passes = config.grpo.tasks_per_step, config.tasks.passes or 1
-        groups = due(self.groups, step, count, config.seed, kind_of=lambda group: group.rollouts[0].kind, passes=passes)
+        groups = due(
+            self.groups,
+            step,
+            config.grpo.tasks_per_step,
+            config.seed,
+            kind_of=lambda group: group.rollouts[0].kind,
+            by_pass=True,
+        )
         self.progress.begin(f"step {step + 1} of {config.steps}", sum(len(group.rollouts) for group in groups))
         known = {(item.group, item.rollout.attempt) for item in self.run.read_rollouts(step_phase(step))}
         for index, group in enumerate(groups):

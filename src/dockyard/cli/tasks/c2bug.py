@@ -18,7 +18,7 @@ def add(add_parser: AddParser) -> None:
     parser.add_argument("--split", metavar="NAME", help="only the files of this split")
     parser.add_argument("--repo", metavar="OWNER/NAME", action="append", default=[], help="only of this repository")
     parser.add_argument("--id", metavar="ID", action="append", default=[], help="only this instance")
-    parser.add_argument("--limit", metavar="N", type=positive, help="at most N")
+    parser.add_argument("--limit", metavar="N", type=positive, help="write at most N tasks")
     parser.add_argument("--seed", metavar="N", type=int, help="take them in an order of this seed's")
     parser.add_argument("--map", metavar="OURS=THEIRS", action="append", default=[], help="which column is which")
     parser.add_argument("--repositories", metavar="DIR", type=Path, help="local checkouts or bundles")

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from dockyard.cli.rollout import positive
 from dockyard.cli.run_file import AddParser
 from dockyard.cli.terminal import say
 from dockyard.tasks.swebench.columns import DEFAULT_DATASET
@@ -24,7 +25,7 @@ def add(add_parser: AddParser) -> None:
     parser.add_argument("--split", help="of a dataset on the Hub (test)")
     parser.add_argument("--repo", action="append", default=[], help="only this repository, as owner/name; repeatable")
     parser.add_argument("--id", action="append", default=[], help="only this instance; repeatable")
-    parser.add_argument("--limit", type=int, help="at most so many")
+    parser.add_argument("--limit", metavar="N", type=positive, help="write at most N tasks")
     parser.add_argument("--seed", type=int, help="of the order in which the limit takes them")
     parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="what a column is called")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -7,15 +7,15 @@ it; these are in `tests/`, which the agent never sees. `docs/guides/tasks.md` sa
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dockyard.errors import DockyardError
 from dockyard.tasks.c2bug.prepare import prepare
-from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout, read_bug
+from dockyard.tasks.c2bug.schema import Bug, RowError, check_patches, match_layout, read_bug
 from dockyard.tasks.c2bug.task import task_files, task_name
 from dockyard.tasks.c2bug.template import read_template
-from dockyard.tasks.folder import Skipped, Written, write_task
+from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, Written, check_out, put_task
 from dockyard.tasks.repository import GitError, Repositories, Repository
 from dockyard.tasks.rows import Row, Rows, read_rows
 from dockyard.tasks.select import Selection
@@ -42,14 +42,19 @@ def write_c2bug_tasks(
     """
     if repositories is not None and not repositories.is_dir():
         raise DockyardError(f"`{repositories}` is not a folder of repositories", hint="check `--repositories`")
+    check_out(folder)
     texts = read_template(template)
     rows = read_rows(dataset, split=split)
     columns = match_layout(rows.columns, mapping or {}, dataset) if rows.rows else {}
-    written = Written(folder, skipped=[*rows.skipped])
-    chosen = _choose(rows, columns, selection or Selection(), written)
+    check_patches(rows.rows, columns, mapping or {}, rows.columns)
+    selection = selection or Selection()
+    written = Written(folder, skipped=[*rows.skipped], limit=selection.limit)
+    chosen = _choose(rows, columns, replace(selection, limit=None), written)
     with tempfile.TemporaryDirectory(prefix="dockyard-c2bug-") as work:
         writer = _Writer(folder, Path(work), Repositories(Path(work), repositories), texts, image)
         for row in chosen:
+            if written.is_full:  # counts tasks, not rows: many of these may be bad
+                break
             _write(row, columns, writer, written)
     return written
 
@@ -79,6 +84,9 @@ def _named(rows: Rows, columns: Mapping[str, str], written: Written) -> list[Row
         if not name or not repo:
             lacks = columns["repo" if name else "instance_id"]
             written.skipped.append(Skipped(where=row.place, why=f"its `{lacks}` is empty"))
+        elif len(name) > LONGEST_NAME:
+            why = f"its `{columns['instance_id']}` names no folder: it has more than {LONGEST_NAME} characters"
+            written.skipped.append(Skipped(where=row.place, why=why))
         elif name in named:
             written.skipped.append(Skipped(where=row.place, why=f"`{identity}` is also in {named[name].place}"))
         else:
@@ -101,7 +109,7 @@ class _Writer:
         prepared = prepare(bug, repository)
         archive = self._archive(repository, prepared.base)
         name = task_name(bug.instance_id)
-        write_task(self.folder / name, task_files(bug, prepared, archive, self.template, self.image))
+        put_task(self.folder / name, task_files(bug, prepared, archive, self.template, self.image))
         return name
 
     def _archive(self, repository: Repository, tree: str) -> Path:
@@ -115,7 +123,7 @@ class _Writer:
 def _write(row: Row, columns: Mapping[str, str], writer: _Writer, written: Written) -> None:
     try:
         name = writer.write(read_bug(row, columns))
-    except (RowError, GitError, UnicodeError) as error:
+    except (RowError, GitError, OccupiedError, ValueError) as error:  # text that is no UTF-8 or holds a NUL
         identity = row.values.get(columns["instance_id"])
         written.skipped.append(Skipped(where=f"{row.place} (`{identity}`)", why=str(error)))
     else:

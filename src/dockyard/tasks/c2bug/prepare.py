@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from dockyard.tasks.c2bug.grading.clean import CONFIGS
 from dockyard.tasks.c2bug.schema import Bug, RowError
-from dockyard.tasks.c2bug.tests import CONFIGS, command_of, files_of, folders_of, is_test_file, shadows_of, sources_of
+from dockyard.tasks.c2bug.tests import beside, command_of, files_of, folders_of, is_test_file, sources_of
 from dockyard.tasks.repository import HEAD, GitError, Repository
 
 
@@ -21,7 +22,7 @@ class Prepared:
     replaced: list[str]
     """Files and folders that are removed for grading, and put back from `tests`."""
     kept: list[str]
-    """Files that steer a test run and belong to the repository. Others of these names are removed for grading."""
+    """What could steer a test run and belongs to the repository. Anything else that could is removed for grading."""
     tests: bytes
     """An archive."""
     command: str
@@ -59,7 +60,7 @@ def prepare(bug: Bug, repository: Repository) -> Prepared:
         bug_patch=repository.diff(trees.base, agents),
         gold_patch=repository.diff(agents, repository.without(trees.fixed, hidden)),
         replaced=restored,
-        kept=sorted({*configs, *shadows_of(there)}),
+        kept=sorted({*configs, *beside(restored, there)}),
         tests=repository.archive(trees.tested, _of(restored, there)),
         command=command_of(bug, run),
     )

@@ -1,13 +1,12 @@
 """The columns of a C2Bug dataset, and what one row says."""
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from dockyard.errors import UsageError
 from dockyard.tasks.columns import Column, match_columns, unknown_layout
-from dockyard.tasks.rows import Row
+from dockyard.tasks.rows import Row, read_list
 
 _BASE = Column(
     name="base_commit",
@@ -88,6 +87,7 @@ COLUMNS = (
 )
 _PATCH = "patch"
 """SWE-bench's name for what mends a bug, and SWE-smith's for what makes it."""
+_SHOWN = 100
 
 
 class RowError(Exception):
@@ -146,12 +146,29 @@ def _what_patch_is(found: Collection[str], where: str) -> str:
     )
 
 
+def check_patches(
+    rows: Iterable[Row], columns: Mapping[str, str], mapping: Mapping[str, str], found: Collection[str]
+) -> None:
+    """A `patch` beside the patches that were found must say what one of them says, or be spoken of by the user."""
+    theirs = [columns[name] for name in ("bug_patch", "gold_patch") if name in columns]
+    if _PATCH not in found or _PATCH in theirs or {"bug_patch", "gold_patch"} & mapping.keys():
+        return
+    for row in rows:
+        if row.values.get(_PATCH) and row.values[_PATCH] not in [row.values.get(name) for name in theirs]:
+            known = " and ".join(f"`{name}`" for name in theirs)
+            ours = "bug_patch" if "bug_patch" in columns else "gold_patch"
+            raise UsageError(
+                f"{row.place} has a `patch` that differs from its {known}: which is meant is not known",
+                hint=f"`--map bug_patch=patch` or `--map gold_patch=patch`; `--map {ours}={theirs[0]}` leaves it out",
+            )
+
+
 def read_bug(row: Row, columns: Mapping[str, str]) -> Bug:
     """What a row says; an error names the column that cannot be read."""
     cells = {ours: row.values.get(theirs) for ours, theirs in columns.items()}
     texts = {name: _text(cells.get(name), columns.get(name, name)) for name in _TEXTS}
-    lists = {name: _words(cells.get(name)) for name in ("fail_to_pass", "pass_to_pass", "test_files")}
-    commands = {name: "\n".join(_words(cells.get(name))) for name in ("install", "test_command")}
+    lists = {name: _names(cells.get(name), columns.get(name, name)) for name in _LISTS}
+    commands = {name: "\n".join(_words(cells.get(name), columns.get(name, name))) for name in _COMMANDS}
     for name in ("instance_id", "repo", "problem_statement"):
         if not texts[name].strip():
             raise RowError(f"its `{columns[name]}` is empty")
@@ -167,6 +184,8 @@ _TEXTS = (
     *("instance_id", "repo", "base_commit", "bug_patch", "gold_patch", "problem_statement"),
     *("test_patch", "image", "clone_url", "workdir"),
 )
+_LISTS = ("fail_to_pass", "pass_to_pass", "test_files")
+_COMMANDS = ("install", "test_command")
 
 
 def _text(value: Any, column: str) -> str:
@@ -179,17 +198,23 @@ def _text(value: Any, column: str) -> str:
     raise RowError(f"its `{column}` is {type(value).__name__}, not text")
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    """A list, a list as JSON, or lines."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            pass
+def _names(value: Any, column: str) -> tuple[str, ...]:
+    """Of tests and files. Commands may begin with `[`; these do so only where they are a list."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and read_list(value) is None:
+        raise RowError(f"its `{column}` begins like a list and is none: `{value[:_SHOWN]}`")
+    return _words(value, column)
+
+
+def _words(value: Any, column: str) -> tuple[str, ...]:
+    """A list, a list in a string, or lines."""
     if isinstance(value, str):
-        return tuple(line for line in value.splitlines() if line.strip())
-    if isinstance(value, list | tuple):
-        return tuple(str(word) for word in cast("list[Any]", value) if word is not None and str(word).strip())
+        listed = read_list(value) if value.lstrip().startswith("[") else None
+        value = value.splitlines() if listed is None else listed
     if value is None:
         return ()
-    raise RowError(f"{value!r} is neither text nor a list")
+    if not isinstance(value, list | tuple):
+        raise RowError(f"its `{column}` is {type(value).__name__}, neither text nor a list")
+    words = [word for word in cast("list[Any]", value) if word is not None]
+    if not all(isinstance(word, str) for word in words):
+        raise RowError(f"its `{column}` is a list of something else than text")
+    return tuple(word for word in words if word.strip())

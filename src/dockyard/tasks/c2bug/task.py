@@ -47,6 +47,7 @@ def task_files(
         "environment/repository.tar.gz": repository,
         "environment/install.sh": f"{bug.install or ('' if image or bug.image else DEFAULT_INSTALL)}\n",
         "environment/bug.patch": _bytes(prepared.bug_patch),
+        "environment/bug.sh": _GRADING / "bug.sh",
         "solution/solve.sh": _SOLVE.format(workdir=workdir),
         "solution/gold.patch": _bytes(prepared.gold_patch),
         "tests/test.sh": filled["test.sh"],
@@ -62,7 +63,8 @@ def _tests(bug: Bug, prepared: Prepared) -> dict[str, str | bytes | Path]:
         "tests/run.sh": f"{'' if must_pass else 'set -eo pipefail\n'}{prepared.command}\n",
         "tests/files.tar.gz": prepared.tests,
         "tests/replaced.txt": _lines(prepared.replaced),
-        "tests/kept.txt": _lines(f"./{path}" for path in prepared.kept),
+        "tests/kept.txt": _lines(prepared.kept),
+        "tests/clean.py": _GRADING / "clean.py",
         "tests/grade.py": _GRADING / "grade.py",
         "tests/plugin/dockyard_report.py": _GRADING / "dockyard_report.py",
     }

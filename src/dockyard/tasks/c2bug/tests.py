@@ -10,10 +10,6 @@ from pathlib import PurePosixPath
 
 from dockyard.tasks.c2bug.schema import Bug, RowError
 
-CONFIGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml")
-"""What pytest reads besides tests."""
-_SHADOWS = ("pytest", "_pytest", "pluggy", "iniconfig", "unittest", "sitecustomize", "usercustomize", "dockyard_report")
-"""What would be imported instead of the runner, were it in the repository's root."""
 _FOLDERS = ("test", "tests")
 _FILE = re.compile(r"test_.*\.py|.*_tests?\.py|tests?\.py|conftest\.py")
 _UNITTEST = re.compile(r"(\w+) \(([\w.]+)\)")
@@ -77,10 +73,11 @@ def sources_of(touched: Collection[str], run: Collection[str]) -> list[str]:
     return sources or [path for path in touched if path not in run]
 
 
-def shadows_of(there: Collection[str]) -> list[str]:
-    """Those that the repository itself has."""
-    roots = {path.partition("/")[0] for path in there}
-    return sorted(root for root in roots if root.removesuffix(".py") in _SHADOWS)
+def beside(restored: Iterable[str], there: Iterable[str]) -> list[str]:
+    """What the repository itself has in the folders above these places: files and folders."""
+    folders = {parent for place in ("x", *restored) for parent in PurePosixPath(place).parents}
+    places = {place for path in there for place in (PurePosixPath(path), *PurePosixPath(path).parents)}
+    return sorted(str(place) for place in places if place.parts and place.parent in folders)
 
 
 def command_of(bug: Bug, run: Sequence[str]) -> str:

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 
-from dockyard.tasks.folder import Skipped, Written, write_task
+from dockyard.tasks.folder import OccupiedError, Skipped, Written, check_out, put_task
 from dockyard.tasks.rows import Row, read_rows
 from dockyard.tasks.select import Selection
 from dockyard.tasks.swebench.columns import DEFAULT_DATASET, match
@@ -29,15 +30,17 @@ def write_swebench_tasks(
     split: str | None = None,
 ) -> Written:
     """A task folder for each chosen row. `split` is `test` for a dataset of the Hub, and every row of local files."""
+    check_out(folder)
     harness = find_harness()
+    selection = selection or Selection()
     is_local = Path(dataset).expanduser().exists()
     rows = read_rows(dataset, split=split or (None if is_local else _HUB_SPLIT))
-    written = Written(folder, skipped=list(rows.skipped))
+    written = Written(folder, skipped=list(rows.skipped), limit=selection.limit)
     if not rows.rows:
         return written
     names = match(rows.columns, mapping or {}, dataset)
     there = {str(row.values.get(names["instance_id"])) for row in rows.rows}
-    known, missing = (selection or Selection()).known(there)
+    known, missing = replace(selection, limit=None).known(there)
     written.skipped += [Skipped(where=f"`{dataset}`", why=f"has no id `{name}`") for name in missing]
     chosen = known.apply(
         rows.rows,
@@ -46,6 +49,8 @@ def write_swebench_tasks(
         where=dataset,
     )
     for row in chosen:
+        if written.is_full:  # counts tasks, not rows: many of these may be bad
+            break
         _write_row(row, names, harness, written)
     return written
 
@@ -53,14 +58,15 @@ def write_swebench_tasks(
 def _write_row(row: Row, names: Mapping[str, str], harness: Harness, written: Written) -> None:
     try:
         instance = read_instance(row, names, harness)
-    except UnusableRowError as error:
+        if instance.instance_id in written.names:
+            raise UnusableRowError(f"has the id `{instance.instance_id}` of a row before it")
+        put_task(written.folder / instance.instance_id, task_files(instance, harness))
+    except (UnusableRowError, OccupiedError) as error:
         written.skipped.append(Skipped(where=row.place, why=str(error)))
-        return
-    if instance.instance_id in written.names:
-        written.skipped.append(Skipped(where=row.place, why=f"has the id `{instance.instance_id}` of a row before it"))
-        return
-    write_task(written.folder / instance.instance_id, task_files(instance, harness))
-    written.names.append(instance.instance_id)
+    except UnicodeError as error:
+        written.skipped.append(Skipped(where=row.place, why=f"holds text that is no UTF-8: {error}"))
+    else:
+        written.names.append(instance.instance_id)
 
 
 def task_files(instance: Instance, harness: Harness) -> dict[str, str | bytes | Path]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dockyard.tasks.rows import Row
+from dockyard.tasks.folder import LONGEST_NAME
+from dockyard.tasks.rows import Row, read_list
 from dockyard.tasks.swebench.harness import Harness
 from dockyard.tasks.swebench.script import eval_script
 
@@ -44,6 +45,8 @@ def read_instance(row: Row, names: Mapping[str, str], harness: Harness) -> Insta
     """The row's values under our names. The first thing that is wrong with it is the reason it is not used."""
     cells = _Cells(row, names)
     instance_id = cells.word("instance_id", _NAME)
+    if len(instance_id) > LONGEST_NAME:
+        raise UnusableRowError(f"has an `{names['instance_id']}` of more than {LONGEST_NAME} characters")
     repo = cells.word("repo", _REPO)
     base_commit = cells.word("base_commit", _COMMIT)
     image = cells.word("image", _IMAGE) if cells.has("image") else public_image(instance_id)
@@ -104,13 +107,10 @@ class _Cells:
         return value
 
     def tests(self, name: str) -> list[str]:
-        """A list, or the JSON of one as in SWE-bench's own files."""
+        """A list, or one in a string as in SWE-bench's own files."""
         value = self.get(name)
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                value = None
+            value = read_list(value)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in cast("list[Any]", value)):
             raise UnusableRowError(f"has no list of tests as `{self.names[name]}`")
         return cast("list[str]", value)
@@ -156,6 +156,6 @@ def _assets(value: Any) -> bool:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return bool(value.strip())
     return isinstance(value, dict) and any(cast("dict[str, Any]", value).values())

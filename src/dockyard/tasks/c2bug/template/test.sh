@@ -4,17 +4,14 @@ reward() { echo "$1" >/logs/verifier/reward.txt; }
 reward 0
 cd {{ workdir }} || exit 1
 
+if [ -d /opt/miniconda3/envs/testbed ]; then . /opt/miniconda3/bin/activate testbed; fi
+python=$(command -v python3 || command -v python)
+
 # What the agent did to tests does not count: they are put back, with what steers them, and nothing of theirs is new.
 find . -name __pycache__ -prune -exec rm -rf {} +
-find . \( -path ./.git -o -name site-packages -o -name node_modules \) -prune -o \
-    \( -name conftest.py -o -name pytest.ini -o -name .pytest.ini -o -name pytest.toml -o -name tox.ini \
-    -o -name setup.cfg -o -name pyproject.toml \) -print |
-    grep -vxFf /tests/kept.txt | while IFS= read -r file; do rm -rf -- "$file"; done
-for name in pytest _pytest pluggy iniconfig unittest sitecustomize usercustomize dockyard_report; do
-    for file in "$name" "$name.py"; do grep -qxF "./$file" /tests/kept.txt || rm -rf -- "$file"; done
-done
 while IFS= read -r file; do rm -rf -- "$file"; done </tests/replaced.txt
 tar -xzf /tests/files.tar.gz || exit 1
+[ -z "$python" ] || "$python" -I /tests/clean.py /tests/replaced.txt /tests/kept.txt || exit 1
 
 out=$(mktemp -d)
 export DOCKYARD_REPORT=$out/report PYTHONPATH=/tests/plugin${PYTHONPATH:+:$PYTHONPATH}
@@ -24,7 +21,6 @@ code=$?
 cat "$out/log"
 echo "the tests ended with $code"
 if [ -f /tests/tests.json ]; then
-    python=$(command -v python3 || command -v python)
     "$python" -I /tests/grade.py /tests/tests.json "$out/report" "$out/log"
     code=$?
 fi
