@@ -77,11 +77,23 @@ def test_ids_that_do_not_exist_beside_others_are_said(tmp_path: Path, tasks: Pat
     assert "has no id `nobody-1`" in caplog.text
 
 
+def test_a_listed_task_that_is_gone_is_named_and_paths_may_be_relative_to_the_registry(
+    tmp_path: Path, tasks: Path, caplog: pytest.LogCaptureFixture
+):
+    listed = [{"name": name, "path": f"tasks/{name}"} for name in ("django__django-1", "gone")]
+    registry = tmp_path / "registry.json"
+    registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": listed}]))
+    with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry) as run:
+        assert [task.name for task in task_sets(run).train] == ["django__django-1"]
+    assert "a task of `mine@1.0` is left out: " in caplog.text
+    assert "gone" in caplog.text
+
+
 def test_an_empty_dataset_of_a_registry_is_an_error(tmp_path: Path):
     registry = tmp_path / "registry.json"
     registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": []}]))
     config = {"source": "harbor", "dataset": "mine@1.0", "registry": registry}
-    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks"):
+    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks that are here"):
         check_tasks(RunConfig.model_validate({"tasks": config}))
 
 

@@ -83,8 +83,8 @@ def skip(found: Converted, why: str, detail: str) -> Converted:
 
 def foreign(segments: Sequence[Segment], text: str, renderer: Renderer) -> str | None:
     """How it shows that the ids are another tokenizer's; None if they may be this one's."""
-    highest = max(int(segment.token_ids.max()) for segment in segments)
-    lowest = min(int(segment.token_ids.min()) for segment in segments)
+    highest = max(int(segment.token_ids.max(initial=0)) for segment in segments)
+    lowest = min(int(segment.token_ids.min(initial=0)) for segment in segments)
     if highest >= renderer.max_ids or lowest < 0:
         return f"id {highest if lowest >= 0 else lowest} is none of this tokenizer's"
     expected = set(_WORD.findall(text[:_MAX_TEXT]))

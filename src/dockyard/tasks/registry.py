@@ -131,19 +131,45 @@ def _label(dataset: str) -> str:
 
 
 async def _listed(dataset: str, registry: Path) -> list[Task]:
-    from harbor.registry.client.factory import RegistryClientFactory
-
     try:
-        items = await RegistryClientFactory.create(registry_path=registry).download_dataset(dataset)
+        folders = await _folders(dataset, registry)
     except Exception as error:  # Harbor raises whatever its clients raise; the name and the registry are the user's
         raise DockyardError(
             f"the dataset `{dataset}` could not be had from `{registry}`: {_reason(error)}",
             hint="it lists datasets as `name`, `version`, `description` and `tasks`, each with `name` and `path`",
         ) from error
-    if not items:
-        hint = "name another dataset, or another `registry.json`"
-        raise DockyardError(f"the dataset `{dataset}` in `{registry}` has no tasks", hint=hint)
-    return [task for item in items for task in load_tasks(item.downloaded_path)]
+    tasks = [task for folder in folders for task in _load_or_name(folder, dataset)]
+    if not tasks:
+        hint = "name another dataset, or mend the paths in the `registry.json`"
+        raise DockyardError(f"the dataset `{dataset}` in `{registry}` has no tasks that are here", hint=hint)
+    return tasks
+
+
+async def _folders(dataset: str, registry: Path) -> list[Path]:
+    """Local ones as they are listed, others downloaded."""
+    from harbor import LocalTaskId
+    from harbor.registry.client.factory import RegistryClientFactory
+
+    client = RegistryClientFactory.create(registry_path=registry)
+    ids = (await client.get_dataset_metadata(dataset)).task_ids
+    local = [task_id.path for task_id in ids if isinstance(task_id, LocalTaskId)]
+    if len(local) == len(ids):
+        return [_place(path, registry) for path in local]
+    return [item.downloaded_path for item in await client.download_dataset(dataset)]
+
+
+def _place(path: Path, registry: Path) -> Path:
+    """Harbor takes relative paths from the current folder; a registry that lies beside its tasks works anywhere."""
+    return path if path.exists() else registry.absolute().parent / path
+
+
+def _load_or_name(folder: Path, dataset: str) -> list[Task]:
+    """A task that is broken or gone costs itself alone."""
+    try:
+        return load_tasks(folder)
+    except DockyardError as error:
+        logger.warning("a task of `%s` is left out: %s", dataset, error.message)
+        return []
 
 
 def _load_kept(folder: Path) -> list[Task]:

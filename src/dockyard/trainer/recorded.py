@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dockyard.convert.conversation import without_malformed
 from dockyard.convert.exchanges import conversations_of
 from dockyard.convert.rollouts import read_groups
 from dockyard.convert.text import segments_of
@@ -90,7 +91,7 @@ class TextRollouts:
 def with_segments(rollout: Rollout, renderer: Renderer) -> Rollout:
     """A rollout recorded as text, with the segments its text comes to."""
     segments: list[Segment] = []
-    for conversation in conversations_of(rollout.exchanges):
+    for conversation in map(without_malformed, conversations_of(rollout.exchanges)):
         try:
             segments += segments_of(conversation, renderer)
         except TemplateRejectionError as error:
