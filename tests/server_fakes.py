@@ -5,9 +5,10 @@ Tokens are bytes. An adapter is one number, read from its folder when it is load
 
 import asyncio
 import json
+import threading
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,22 @@ class FakeHosted(FakeServer):
 
 PROMPT = list(b"hello")
 KINDS: dict[str, type[FakeServer]] = {"vllm": FakeVLLM, "sglang": FakeSGLang}
+
+
+@contextmanager
+def served[S: FakeServer](server: S) -> Generator[S]:
+    """Answers from another thread: the command line has this one's event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """What these scripts share: their arguments become the settings of one `dockyard train`."""
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -8,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.cli import main
+from dockyard.cli.rollout import positive
 from dockyard.settings.dotenv import read_dotenv
+
+__all__ = ["DATASET", "NUM_TEST_TASKS", "engine_settings", "new_run_dir", "positive", "tasks_settings", "train"]
 
 MODELS = (
     "Qwen/Qwen2.5-Coder-7B-Instruct",
@@ -56,10 +58,3 @@ def new_run_dir(parent: str | Path, name: str) -> Path:
 def train(settings: Mapping[str, Any], flags: Sequence[str] = ()) -> int:
     """`dockyard train` with these settings; its exit code."""
     return main(["train", *(f"--{key}={value}" for key, value in settings.items()), *flags])
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"`{text}` is no whole number from 1")
-    return int(text)

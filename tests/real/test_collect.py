@@ -8,17 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer, write_model
 from processes import alive, descendants
-from server_fakes import FakeHosted, FakeServer, FakeVLLM, write_adapter
+from server_fakes import FakeHosted, FakeVLLM, served, write_adapter
 
 from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
@@ -122,22 +121,6 @@ def test_an_evaluation_in_which_every_rollout_was_lost_exits_1(tasks: Path, caps
     assert "4 of 4 rollouts of eval were lost to infrastructure (environment_build 4x)" in capsys.readouterr().err
     assert main([*words, "--run_dir=b", "--rollout.max_lost_share=1"]) == 1
     assert "4 rollouts, 4 lost, failures: environment_build 4" in capsys.readouterr().err
-
-
-@contextmanager
-def served[S: FakeServer](server: S) -> Generator[S]:
-    """Answers from another thread: the command line has this one's event loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def test_an_endpoint_that_tells_no_token_ids_gives_rollouts_as_text(tasks: Path):

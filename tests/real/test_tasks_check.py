@@ -1,22 +1,18 @@
 """`dockyard tasks check` in real sandboxes: good tasks and bad ones, killed in the middle, with a scripted policy."""
 
-import asyncio
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from server_fakes import FakeHosted
+from server_fakes import FakeHosted, served
 from trials import write_task
 
 from dockyard.cli import main
@@ -194,22 +190,6 @@ class Scripted(FakeHosted):
         self.asked[task] += 1
         solves = "always" in task or ("never" not in task and self.asked[task] % 2 == 0)
         return f"```bash\n{TOUCH}```" if solves else "I cannot."
-
-
-@contextmanager
-def served(server: Scripted) -> Generator[Scripted]:
-    """Answers from another thread: the command line has this one's event loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def test_difficulty_keeps_what_a_policy_solves_sometimes(capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ import pytest
 
 from dockyard.convert.atif import UnreadableError
 from dockyard.convert.completions import read_completions
-from dockyard.convert.text import conversations_of
+from dockyard.convert.exchanges import conversations_of
 from dockyard.gateway.history import Message, ToolCall
 
 type Json = dict[str, Any]

@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dockyard.convert.conversation import Conversation
-from dockyard.convert.exchanges import conversations_of
 from dockyard.gateway.calls import one_system
 from dockyard.gateway.history import Prompt
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
 from dockyard.rollout.details import KeptTurn, stitch
 from dockyard.types import IntArray, Segment
-
-__all__ = ["conversations_of", "segments_of", "with_one_system"]
 
 
 def segments_of(conversation: Conversation, renderer: Renderer) -> tuple[Segment, ...]:

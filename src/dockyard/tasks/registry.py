@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from urllib.request import getproxies
 from dockyard.cache import cache_dir
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks import load_tasks
+from dockyard.tasks import load_tasks, task_settings
 from dockyard.tasks.select import Selection
 from dockyard.types import Task
 
@@ -219,7 +218,7 @@ def _reason(error: Exception) -> str:
 
 
 def _metadata(task: Task) -> dict[str, Any]:
-    return tomllib.loads((task.path / "task.toml").read_text()).get("metadata", {})
+    return task_settings(task.path).get("metadata", {})
 
 
 def _repo_in(name: str) -> str:

@@ -6,14 +6,15 @@ What cannot be read is named with its file and line, and the rest is read all th
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dockyard.errors import DockyardError, UsageError
-from dockyard.tasks.folder import Skipped
+from dockyard.tasks.folder import Skipped, Written
 from dockyard.tasks.hub import find_dataset
+from dockyard.tasks.select import Selection
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"}
@@ -174,3 +175,19 @@ def _parquet(file: Path) -> Iterator[Any]:
     with cast("Any", parquet).ParquetFile(file) as table:
         for batch in table.iter_batches(batch_size=256):
             yield from batch.to_pylist()
+
+
+def choose_rows(
+    rows: Sequence[Row], columns: Mapping[str, str], selection: Selection, written: Written, where: str
+) -> list[Row]:
+    """Those that are asked for, however many: the limit counts tasks, and many of these may be bad.
+
+    Ids that are not there are named, and are an error only where no other is asked for.
+    """
+
+    def id_of(row: Row) -> str:
+        return str(row.values.get(columns["instance_id"]))
+
+    known, missing = replace(selection, limit=None).known({id_of(row) for row in rows})
+    written.skipped += [Skipped(where=f"`{where}`", why=f"has no id `{name}`") for name in missing]
+    return known.apply(rows, id_of=id_of, repo_of=lambda row: str(row.values.get(columns["repo"])), where=where)

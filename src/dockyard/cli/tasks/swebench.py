@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from dockyard.cli.rollout import positive
 from dockyard.cli.run_file import AddParser
-from dockyard.cli.terminal import say
+from dockyard.cli.tasks.row_options import add_row_options, closed, mapping_of, selection_of
 from dockyard.tasks.swebench.columns import DEFAULT_DATASET
 
 
@@ -23,28 +22,18 @@ def add(add_parser: AddParser) -> None:
         help=f"a .jsonl, .json or .parquet file, or a name on the Hub ({DEFAULT_DATASET})",
     )
     parser.add_argument("--split", help="of a dataset on the Hub (test)")
-    parser.add_argument("--repo", action="append", default=[], help="only this repository, as owner/name; repeatable")
-    parser.add_argument("--id", action="append", default=[], help="only this instance; repeatable")
-    parser.add_argument("--limit", metavar="N", type=positive, help="write at most N tasks")
-    parser.add_argument("--seed", type=int, help="of the order in which the limit takes them")
-    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="what a column is called")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_row_options(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
     """Write the tasks. 1 when there are none."""
-    from dockyard.tasks.columns import parse_mapping
-    from dockyard.tasks.select import Selection
     from dockyard.tasks.swebench import write_swebench_tasks
 
     written = write_swebench_tasks(
         arguments.folder,
         dataset=arguments.dataset,
         split=arguments.split,
-        selection=Selection(
-            repos=tuple(arguments.repo), ids=tuple(arguments.id), limit=arguments.limit, seed=arguments.seed
-        ),
-        mapping=parse_mapping(arguments.map),
+        selection=selection_of(arguments),
+        mapping=mapping_of(arguments),
     )
-    say(written.table())
-    return 0 if written.names else 1
+    return closed(written)

@@ -7,7 +7,7 @@ it; these are in `tests/`, which the agent never sees. `docs/guides/tasks.md` sa
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.errors import DockyardError
@@ -17,7 +17,7 @@ from dockyard.tasks.c2bug.task import task_files, task_name
 from dockyard.tasks.c2bug.template import read_template
 from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, Written, check_out, put_task
 from dockyard.tasks.repository import GitError, Repositories, Repository
-from dockyard.tasks.rows import Row, Rows, read_rows
+from dockyard.tasks.rows import Row, Rows, choose_rows, read_rows
 from dockyard.tasks.select import Selection
 
 logger = logging.getLogger(__name__)
@@ -49,30 +49,15 @@ def write_c2bug_tasks(
     check_patches(rows.rows, columns, mapping or {}, rows.columns)
     selection = selection or Selection()
     written = Written(folder, skipped=[*rows.skipped], limit=selection.limit)
-    chosen = _choose(rows, columns, replace(selection, limit=None), written)
+    named = _named(rows, columns, written)
+    chosen = choose_rows(named, columns, selection, written, rows.source) if named else []
     with tempfile.TemporaryDirectory(prefix="dockyard-c2bug-") as work:
         writer = _Writer(folder, Path(work), Repositories(Path(work), repositories), texts, image)
         for row in chosen:
-            if written.is_full:  # counts tasks, not rows: many of these may be bad
+            if written.is_full:
                 break
             _write(row, columns, writer, written)
     return written
-
-
-def _choose(rows: Rows, columns: Mapping[str, str], selection: Selection, written: Written) -> list[Row]:
-    """Ids that are not there are named, and are an error only where no other is asked for."""
-    named = _named(rows, columns, written)
-    if not named:
-        return []
-    there = {str(row.values[columns["instance_id"]]) for row in named}
-    known, missing = selection.known(there)
-    written.skipped += [Skipped(where=f"`{rows.source}`", why=f"has no id `{name}`") for name in missing]
-    return known.apply(
-        named,
-        id_of=lambda row: str(row.values[columns["instance_id"]]),
-        repo_of=lambda row: str(row.values[columns["repo"]]),
-        where=rows.source,
-    )
 
 
 def _named(rows: Rows, columns: Mapping[str, str], written: Written) -> list[Row]:

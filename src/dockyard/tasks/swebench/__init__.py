@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from string import Template
 
 from dockyard.tasks.folder import OccupiedError, Skipped, Written, check_out, put_task
-from dockyard.tasks.rows import Row, read_rows
+from dockyard.tasks.rows import Row, choose_rows, read_rows
 from dockyard.tasks.select import Selection
 from dockyard.tasks.swebench.columns import DEFAULT_DATASET, match
 from dockyard.tasks.swebench.harness import TEMPLATE, Harness, find_harness
@@ -39,17 +38,8 @@ def write_swebench_tasks(
     if not rows.rows:
         return written
     names = match(rows.columns, mapping or {}, dataset)
-    there = {str(row.values.get(names["instance_id"])) for row in rows.rows}
-    known, missing = replace(selection, limit=None).known(there)
-    written.skipped += [Skipped(where=f"`{dataset}`", why=f"has no id `{name}`") for name in missing]
-    chosen = known.apply(
-        rows.rows,
-        id_of=lambda row: str(row.values.get(names["instance_id"])),
-        repo_of=lambda row: str(row.values.get(names["repo"])),
-        where=dataset,
-    )
-    for row in chosen:
-        if written.is_full:  # counts tasks, not rows: many of these may be bad
+    for row in choose_rows(rows.rows, names, selection, written, dataset):
+        if written.is_full:
             break
         _write_row(row, names, harness, written)
     return written
