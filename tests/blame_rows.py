@@ -188,6 +188,14 @@ INFRASTRUCTURE = (
     dropped("setup_timeout", "agent_setup_timeout", agent=doomed("slow setup"), limits=limits(setup_timeout_s=1)),
     dropped("setup_error", "setup_error", agent=doomed("broken setup")),
     dropped("agent_missing", "agent_missing", agent=AgentConfig(name="qwen-coder", install="never"), num_tries=1),
+    dropped(
+        "agent_that_does_nothing",
+        "no_model_call",
+        image="FROM dockyard/base:1\nWORKDIR /app\nCOPY --chmod=755 qwen /usr/local/bin/qwen\n",
+        files={"environment/qwen": "#!/bin/sh\necho 1.0.0\n"},
+        agent=AgentConfig(name="qwen-coder", install="never"),
+        where=("docker",),
+    ),
     dropped("host_error", "host_error", trials_dir=broken_link),
     dropped("engine_failed", "engine_failed", says=(SOLVE, RuntimeError("no memory"))),
     dropped(

@@ -2,13 +2,15 @@ from typing import Any
 
 import pytest
 
+from dockyard.config import AgentConfig
 from dockyard.gateway.ledger import Recording
+from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.blame import CAUSES, Guilt, failure_of, is_worth_retrying
 from dockyard.types import Blame
 
 NEVER_THE_POLICY = {
     *("environment_build", "image_missing", "environment_timeout", "docker_unreachable", "host_error"),
-    *("agent_missing", "agent_setup_timeout", "setup_error", "cancelled"),
+    *("agent_missing", "agent_setup_timeout", "setup_error", "no_model_call", "cancelled"),
     *("engine_failed", "engine_down", "wrong_model", "context_too_small"),
 }
 
@@ -55,6 +57,17 @@ def test_a_failing_engine_explains_whatever_followed():
 def test_an_overflow_without_an_error_is_a_failure_and_nothing_at_all_is_none():
     assert blame("", calls=2, answered=1, overflow="too long") == ("context_overflow", Blame.POLICY)
     assert blame("", calls=1) is None
+
+
+def test_an_agent_that_needs_its_model_and_never_asks_has_not_begun():
+    failure = failure_of("", "", Recording(stats={}, calls=0, answered=0), must_ask=True)
+    assert failure is not None
+    assert (failure.cause, failure.blame) == ("no_model_call", Blame.INFRASTRUCTURE)
+    assert is_worth_retrying(failure)
+    assert failure_of("", "", Recording(stats={}, calls=1, answered=1), must_ask=True) is None
+    assert [must_ask(AgentConfig(name=name)) for name in ("qwen-coder", "shell", "oracle", "my:Agent")] == [
+        *(True, True, False, False)
+    ]
 
 
 @pytest.mark.parametrize("exception", ["", "NonZeroAgentExitCodeError"])

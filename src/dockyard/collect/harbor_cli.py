@@ -27,6 +27,7 @@ from dockyard.collect.quiet import QUIET
 from dockyard.config import RolloutConfig
 from dockyard.errors import UsageError
 from dockyard.gateway.sessions import AnySession
+from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.job import read_result
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
 from dockyard.rollout.trial import Attempt, TrialRunner
@@ -70,7 +71,7 @@ class HarborCliRunner:
             outcome = await self._outcome(attempt, session)
         finally:
             recording = self.common.gateway.close_session(session)
-        return rollout_of(attempt.place, outcome, recording)
+        return rollout_of(attempt.place, outcome, recording, must_ask=must_ask(self.common.agent))
 
     async def _outcome(self, attempt: Attempt, session: AnySession) -> Outcome:
         folder = self.common.trials_dir / attempt.name

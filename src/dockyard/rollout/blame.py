@@ -56,6 +56,7 @@ CAUSES = (
     ),
     Cause(name="agent_error"),
     Cause(name="setup_error", guilt=Guilt.NEVER),
+    Cause(name="no_model_call", guilt=Guilt.NEVER),
     Cause(name="context_overflow", exceptions=("ContextLengthExceededError", "ContextWindowExceededError")),
     Cause(name="output_limit", exceptions=("OutputLengthExceededError", "OutputTokenExceededError")),
     Cause(name="model_limit"),
@@ -81,12 +82,17 @@ _OUT_OF_TIME = ("agent_timeout", "rollout_timeout")
 _LONG_OUTAGE_S = 1.0
 
 
-def failure_of(exception: str, message: str, recording: Recording) -> Failure | None:
-    """What went wrong, None when nothing did. `exception` is the type's name, empty when none was raised."""
+def failure_of(exception: str, message: str, recording: Recording, *, must_ask: bool = False) -> Failure | None:
+    """What went wrong, None when nothing did. `exception` is the type's name, empty when none was raised.
+
+    `must_ask`: this agent can do nothing without its model, so one that ended well without asking it never began.
+    """
     if recording.engine_failure is not None:
         return _failure("engine_failed", recording.engine_failure, recording)
     if failure := _misconfigured(recording):
         return failure
+    if not exception and must_ask and not recording.calls:
+        return _failure("no_model_call", "the agent ended without having asked its model", recording)
     if not exception:
         return _unfinished(recording)
     other = "agent_error" if recording.calls else "setup_error"

@@ -76,9 +76,9 @@ def _seconds(start: datetime | None, end: datetime | None) -> float:
     return (end - start).total_seconds() if start and end else 0.0
 
 
-def rollout_of(place: Place, outcome: Outcome, recording: Recording) -> Rollout:
+def rollout_of(place: Place, outcome: Outcome, recording: Recording, *, must_ask: bool = False) -> Rollout:
     """A rollout with its reward, unless the infrastructure is to blame for how it ended."""
-    failure = failure_of(outcome.exception, outcome.message, recording)
+    failure = failure_of(outcome.exception, outcome.message, recording, must_ask=must_ask)
     reward = outcome.reward if outcome.reward is not None and math.isfinite(outcome.reward) else 0.0
     return Rollout(
         task=place.task,

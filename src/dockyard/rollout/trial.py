@@ -15,6 +15,7 @@ from dockyard.gateway.app import Gateway
 from dockyard.gateway.ledger import Limits, Recording
 from dockyard.gateway.sessions import AnySession
 from dockyard.rollout.agents import Endpoint, agent_config
+from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
 from dockyard.rollout.phases import Passage, Phase, Phases
 from dockyard.rollout.site import Site
@@ -72,7 +73,7 @@ class TrialRunner:
             outcome = await self._outcome(attempt, books)
         finally:
             recording = books.close()
-        return rollout_of(attempt.place, outcome, recording)
+        return rollout_of(attempt.place, outcome, recording, must_ask=must_ask(self.agent))
 
     def open_session(self, attempt: Attempt) -> AnySession:
         """The attempt's own access to the policy."""

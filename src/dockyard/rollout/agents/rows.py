@@ -12,6 +12,7 @@ from harbor.agents.installed.base import BaseInstalledAgent
 from harbor.models.agent.name import AgentName
 from harbor.models.model_api_format import ModelApiFormat
 
+from dockyard.config import AgentConfig
 from dockyard.rollout.agents.table import OTHER_NAMES, ROWS, Dialect, Row, Wiring
 from dockyard.rollout.shell import ShellAgent
 
@@ -37,6 +38,11 @@ def agent_names() -> list[str]:
 def is_custom(name: str) -> bool:
     """Whether the name is a `module:Class`. `acp:NAME` is Harbor's shorthand for its agent `acp`."""
     return ":" in name and not name.startswith("acp:")
+
+
+def must_ask(agent: AgentConfig) -> bool:
+    """Whether the agent can do nothing without its model. Of one that is somebody's own we cannot know."""
+    return not is_custom(agent.name) and row_of(agent.name).dialect is not Dialect.NONE
 
 
 @cache
