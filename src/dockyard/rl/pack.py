@@ -43,6 +43,8 @@ class Row:
     """NaN where nobody recorded them."""
     advantages: FloatArray
     weights: FloatArray
+    segments: IntArray
+    """Which of the row's examples the token belongs to. An example is never divided between rows."""
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
@@ -91,6 +93,7 @@ def _row(examples: list[Example]) -> Row:
         old_logprobs=np.concatenate([_old_logprobs(example) for example in examples]),
         advantages=_per_target(examples, [example.advantage for example in examples]),
         weights=_per_target(examples, [example.weight for example in examples]),
+        segments=np.repeat(np.arange(len(examples), dtype=np.int32), [len(example.targets) for example in examples]),
     )
 
 
