@@ -4,9 +4,9 @@ The docstring under each field is its `--help` text.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Config(BaseModel):
@@ -185,19 +185,65 @@ class RolloutConfig(Config):
     """How many updates old the weights behind a rollout may be. Above 0, rollouts go on while the policy learns."""
 
 
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "mean", "aggregation": "constant", "kl_coef": 0.0},
+    "dapo": {"aggregation": "token", "kl_coef": 0.0, "dynamic_sampling": True, "overlong": "mask"},
+    "rloo": {"advantage": "leave_one_out"},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""What each algorithm sets where the user sets nothing."""
+
+
 class GRPOConfig(Config):
     """How rewards become advantages and advantages become a loss."""
 
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo"] = "grpo"
+    """A name for several of the settings below: those that you leave out are this algorithm's."""
     group_size: int = Field(default=4, ge=2)
     """Rollouts per task. Each is compared with the mean reward of its group."""
     tasks_per_step: int = Field(default=8, ge=1)
     """Groups per optimiser step."""
+    advantage: Literal["std", "mean", "leave_one_out"] = "std"
+    """Reward less the group's mean, over its deviation (`std`) or as it is (`mean`), or less the others' mean."""
+    aggregation: Literal["rollout", "token", "constant"] = "rollout"
+    """Rollouts weigh alike, or all tokens do, or the sum of all tokens is divided by `constant_length` a rollout."""
+    constant_length: int = Field(default=4096, ge=1)
+    """Tokens that a rollout's loss is divided by under `constant`, however many it has. It only scales the loss."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What is clipped: each token's probability ratio, or the geometric mean of those of its segment."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a token's probability ratio may fall and still earn gradient."""
+    """How far a probability ratio may fall and still earn gradient. `gspo` takes 0.0003."""
     clip_high: float = Field(default=0.28, gt=0)
-    """How far a token's probability ratio may rise and still earn gradient."""
+    """How far a probability ratio may rise and still earn gradient. `gspo` takes 0.0004."""
+    correction: Literal["none", "token", "sequence"] = "none"
+    """`none` clips the ratio to the engine's recorded probabilities; the others weigh the loss by it, up to a cap."""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """The largest such weight, of a token or of a segment."""
     kl_coef: float = Field(default=0.001, ge=0)
-    """Weight of the KL penalty (`low_var_kl`) against the base model. 0 saves that forward pass."""
+    """Weight of the KL penalty against the base model. 0 saves that forward pass; `dapo` and `dr_grpo` take 0."""
+    kl_type: Literal["low_var_kl", "k1", "k2", "k3"] = "low_var_kl"
+    """Its estimator. `low_var_kl` is k3 clamped to [-10, 10]."""
+    zero_variance: Literal["count", "exclude"] = "count"
+    """Whether groups whose rewards are all alike count in the mean over rollouts or tokens, though they add nothing."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Rollouts cut by a limit of time or tokens may be left out of the loss; or long ones lose reward, softly."""
+    overlong_length: int | None = Field(default=None, ge=1)
+    """Sampled tokens from which on a rollout has lost a whole point of reward under `penalty`."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """How many tokens before that the reward begins to fall. None takes a fifth of `overlong_length`."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all alike are replaced by groups of other tasks."""
+    max_tries: int = Field(default=3, ge=2)
+    """At most so many times `tasks_per_step` groups are made in a step of `dynamic_sampling`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_algorithm(cls, values: Any) -> Any:
+        """So that the resolved settings say all that an algorithm does."""
+        given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
+        name = given.get("algorithm")
+        return {**ALGORITHMS[name], **given} if isinstance(name, str) and name in ALGORITHMS else values
 
 
 class TrainerConfig(Config):
@@ -215,6 +261,8 @@ class TrainerConfig(Config):
     """AdamW weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """An update whose gradient is not finite is skipped. So many in a row stop the run."""
     lora_r: int = Field(default=16, ge=1)
     """Rank of the LoRA adapters."""
     lora_alpha: int = Field(default=32, ge=1)

@@ -30,6 +30,7 @@ RESUMABLE = frozenset(
         "rollout.max_lost_share",
         "trainer.micro_batch_tokens",
         "trainer.save_every",
+        "trainer.max_skipped_steps",
     }
 )
 """Nothing that recorded rollouts and updates were made with."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dockyard.config import Config, RunConfig, TasksConfig
+from dockyard.config import Config, GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import UsageError
 from dockyard.settings.overrides import apply_overrides
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
@@ -34,7 +34,7 @@ _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retr
 def load_run_config(toml: Path | None, overrides: Sequence[str]) -> RunConfig:
     """The settings of one run; `overrides` are command-line words such as `--trainer.lr 1e-4`."""
     config = load(RunConfig, toml, overrides)
-    raise_if_any([*_missing(config), *_without_effect(config)])
+    raise_if_any([*_missing(config), *_without_effect(config), *_contradictory(config)])
     return config
 
 
@@ -125,6 +125,13 @@ def _missing(config: RunConfig) -> list[Problem]:
                 "`--engine.url http://localhost:8000` names a server; `--engine.type transformers` needs none",
             )
         )
+    if config.grpo.overlong == "penalty" and config.grpo.overlong_length is None:
+        found.append(
+            Problem(
+                "`grpo.overlong_length` is not set, and `grpo.overlong` is `penalty`",
+                "`--grpo.overlong_length 20000`: the sampled tokens from which on a rollout has lost a whole point",
+            )
+        )
     return found
 
 
@@ -136,6 +143,18 @@ def _without_effect(config: RunConfig) -> list[Problem]:
         for when, keys in _ignored(config).items()
         for key in keys
         if key in changed
+    ]
+
+
+def _contradictory(config: RunConfig) -> list[Problem]:
+    length, buffer = config.grpo.overlong_length, config.grpo.overlong_buffer
+    if length is None or buffer is None or buffer <= length:
+        return []
+    return [
+        Problem(
+            f"`grpo.overlong_buffer` is {buffer}, more than `grpo.overlong_length`, which is {length}",
+            "the reward begins to fall so many tokens before that length: make it shorter",
+        )
     ]
 
 
@@ -158,8 +177,28 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
             ("engine.max_batch", "engine.prefix_cache_mb"),
         ),
         f"`engine.type` is `{engine.type}`": (True, _EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
+        **_ignored_by_the_loss(config.grpo),
     }
     return {when: keys for when, (holds, keys) in circumstances.items() if holds}
+
+
+def _ignored_by_the_loss(grpo: GRPOConfig) -> dict[str, tuple[bool, tuple[str, ...]]]:
+    return {
+        f"`grpo.aggregation` is `{grpo.aggregation}`": (grpo.aggregation != "constant", ("grpo.constant_length",)),
+        "`grpo.correction` is `none`": (grpo.correction == "none", ("grpo.correction_cap",)),
+        # The ratio is then to the present weights, and so 1.
+        f"`grpo.correction` is `{grpo.correction}`": (
+            grpo.correction != "none",
+            ("grpo.ratio", "grpo.clip_low", "grpo.clip_high"),
+        ),
+        "`grpo.kl_coef` is 0": (grpo.kl_coef == 0, ("grpo.kl_type",)),
+        f"`grpo.overlong` is `{grpo.overlong}`": (
+            grpo.overlong != "penalty",
+            ("grpo.overlong_length", "grpo.overlong_buffer"),
+        ),
+        "`grpo.dynamic_sampling` is true": (grpo.dynamic_sampling, ("grpo.zero_variance",)),
+        "`grpo.dynamic_sampling` is false": (not grpo.dynamic_sampling, ("grpo.max_tries",)),
+    }
 
 
 def _not_read(source: str) -> tuple[str, ...]:
