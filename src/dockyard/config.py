@@ -271,13 +271,30 @@ class TrainerConfig(Config):
     """Tokens in one forward and backward pass. A longer sequence gets one of its own, with what begins like it."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. Updates since the last one are replayed on resume."""
+    keep_last: int = Field(default=0, ge=0)
+    """How many checkpoints stay; older ones are deleted once a newer one is safe on disk. 0 keeps all."""
+    keep_best: bool = False
+    """Keep the adapter of the best held-out reward so far in `checkpoints/best`. Needs `eval.every`."""
 
 
 class EvalConfig(Config):
-    """The held-out evaluation before and after training."""
+    """The held-out evaluation before, during and after training."""
 
     samples: int = Field(default=1, ge=1)
     """Rollouts per held-out task."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations during training. 0: only before and after."""
+
+
+class TrackerConfig(Config):
+    """Where a step's numbers go besides the run's own `metrics.jsonl`. Needs `pip install 'dockyard[trackers]'`."""
+
+    wandb: str | None = Field(default=None, min_length=1)
+    """A Weights & Biases project. Takes WANDB_API_KEY, also from `.env`, or WANDB_MODE=offline."""
+    tensorboard: bool = False
+    """Write event files to the run's `tensorboard` folder."""
+    trackio: str | None = Field(default=None, min_length=1)
+    """A Trackio project. It stays on this machine unless TRACKIO_SPACE_ID names a Space."""
 
 
 class RunConfig(Config):
@@ -300,6 +317,7 @@ class RunConfig(Config):
     grpo: GRPOConfig = GRPOConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    tracker: TrackerConfig = TrackerConfig()
 
     @property
     def counts_passes(self) -> bool:

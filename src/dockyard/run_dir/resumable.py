@@ -30,6 +30,12 @@ RESUMABLE = frozenset(
         "rollout.max_lost_share",
         "trainer.micro_batch_tokens",
         "trainer.save_every",
+        "trainer.keep_last",
+        "trainer.keep_best",
+        "eval.every",
+        "tracker.wandb",
+        "tracker.tensorboard",
+        "tracker.trackio",
         "trainer.max_skipped_steps",
     }
 )

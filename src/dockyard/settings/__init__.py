@@ -166,8 +166,9 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
         "`tasks.heldout` is set": (tasks.heldout is not None, ("tasks.heldout_share",)),
         "no tasks are held out": (
             tasks.source != "demo" and tasks.heldout is None and not tasks.heldout_share,
-            ("eval.samples", "sampling.eval_temperature"),
+            ("eval.samples", "eval.every", "sampling.eval_temperature", "trainer.keep_best"),
         ),
+        "`eval.every` is 0": (config.eval.every == 0, ("trainer.keep_best",)),
         "passes are counted": (config.counts_passes, ("steps",)),
         f"`agent.name` is `{agent}`": (agent in ("oracle", "nop") or ":" in agent, ("agent.max_turns",)),
         "`environment.type` is `sandbox`": (config.environment.type == "sandbox", ("environment.cpus",)),
