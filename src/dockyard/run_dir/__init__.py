@@ -2,20 +2,19 @@
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
 rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
-checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
+rollouts/eval-00010.jsonl  checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
+tracker.id  tensorboard/
 """
 
 import json
 import logging
 import math
 import os
-import re
 import shutil
 import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
@@ -27,17 +26,11 @@ from pydantic_core import to_json
 
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir.durable import (
-    append_line,
-    disk_errors,
-    read_lines,
-    remove_drafts,
-    whole_folder,
-    write_atomically,
-)
+from dockyard.run_dir.checkpoints import Checkpoint, Checkpoints, HeldoutScore
+from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remove_drafts, write_atomically
 from dockyard.run_dir.lock import take_lock
 from dockyard.run_dir.purpose import Purpose, load_purpose
-from dockyard.run_dir.records import RecordedRollout, from_line, step_of, step_phase, to_line
+from dockyard.run_dir.records import RecordedRollout, eval_of, eval_phase, from_line, step_of, step_phase, to_line
 from dockyard.run_dir.resumable import RESUMABLE, refuse_fixed
 from dockyard.run_dir.versions import versions
 from dockyard.settings import anchored, load_run_config
@@ -51,9 +44,13 @@ __all__ = [
     "RESUMABLE",
     "ROLLOUTS",
     "Checkpoint",
+    "Checkpoints",
+    "HeldoutScore",
     "Purpose",
     "RecordedRollout",
     "RunDir",
+    "checkpoints_of",
+    "eval_phase",
     "read_purpose",
     "recorded_files",
     "resumed_config",
@@ -81,16 +78,8 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID, _SPLIT = "run.id", "split.json"
-_OURS = (*_FOLDERS, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A whole checkpoint."""
-
-    step: int
-    path: Path
+_ID, _SPLIT, _TRACKER_ID, _TENSORBOARD = "run.id", "split.json", "tracker.id", "tensorboard"
+_OURS = (*_FOLDERS, _TENSORBOARD, _TRACKER_ID, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 class RunDir:
@@ -168,6 +157,19 @@ class RunDir:
         return blake2b(file.read_bytes() + bytes(self.path.resolve()), digest_size=6).hexdigest()
 
     @property
+    def tracker_id(self) -> str:
+        """What trackers call this run, also after it was resumed or moved."""
+        file = self.path / _TRACKER_ID
+        if not file.exists():
+            write_atomically(file, token_hex(4).encode())
+        return file.read_text().strip()
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard's event files go."""
+        return self.path / _TENSORBOARD
+
+    @property
     def trials(self) -> Path:
         """Where Harbor keeps its files of each rollout."""
         return self.path / _TRIALS
@@ -240,21 +242,19 @@ class RunDir:
         """One object per step; what was not a finite number is None."""
         return [json.loads(line) for line in read_lines(self.path / _METRICS)]
 
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return checkpoints_of(self.path)
+
     @contextmanager
     def new_checkpoint(self, step: int) -> Generator[Path]:
         """A folder to fill. It becomes the checkpoint of this step when the block ends well, else it never was."""
-        with whole_folder(self.path / _CHECKPOINTS / f"step-{step:05}") as draft:
+        with self.checkpoints.new(step) as draft:
             yield draft
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to resume from."""
-        folders = (self.path / _CHECKPOINTS).iterdir()
-        found = [
-            Checkpoint(step=int(match[1]), path=path)
-            for path in folders
-            if (match := re.fullmatch(r"step-(\d+)", path.name))
-        ]
-        return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+        return self.checkpoints.latest()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """What the run came to. Replaces the one before."""
@@ -267,8 +267,11 @@ class RunDir:
 
     def rollouts_file(self, phase: str) -> Path:
         """Where the rollouts of a phase are recorded, one JSON object a line."""
-        step = step_of(phase)
-        known = _PHASES if step is None else (step_phase(step),)
+        step, version = step_of(phase), eval_of(phase)
+        if step is not None:
+            known = (step_phase(step),)
+        else:
+            known = _PHASES if version is None else (eval_phase(version),)
         if phase not in known:
             raise ValueError(f"`{phase}` is not a phase of a run")
         return self.path / _ROLLOUTS / f"{phase}.jsonl"
@@ -323,6 +326,11 @@ def _delete_run(path: Path) -> None:
             shutil.rmtree(inside)
         else:
             inside.unlink(missing_ok=True)
+
+
+def checkpoints_of(path: Path) -> Checkpoints:
+    """Those of the run in this folder, which another process may hold."""
+    return Checkpoints(path / _CHECKPOINTS)
 
 
 def settings_file(path: Path) -> Path:

@@ -106,6 +106,14 @@ def whole_folder(path: Path) -> Generator[Path]:
     _swap(draft, path)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder. One that is half removed no longer has its name."""
+    draft = _beside(path, _DRAFT)
+    shutil.rmtree(draft, ignore_errors=True)
+    path.rename(draft)
+    shutil.rmtree(draft)
+
+
 def remove_drafts(folder: Path) -> None:
     """Remove what torn writes left behind, and take back a folder that was about to be replaced."""
     for left in folder.glob(f".*{_OLD}"):

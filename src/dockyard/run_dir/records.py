@@ -19,7 +19,7 @@ class RecordedRollout:
     """A finished rollout and its place in the run."""
 
     phase: str
-    """`step-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
+    """`step-00003`, `eval-before`, `eval-00010`, `eval-after`, `rollouts` or `eval`."""
     group: int
     """Which of the phase's groups it belongs to, from 0."""
     rollout: Rollout
@@ -41,6 +41,17 @@ def step_of(phase: str) -> int | None:
     """The training step of a phase, None outside of training."""
     name, _, number = phase.partition("-")
     return int(number) if name == "step" else None
+
+
+def eval_phase(version: int) -> str:
+    """The phase in which the weights after so many steps are evaluated during training."""
+    return f"eval-{version:05}"
+
+
+def eval_of(phase: str) -> int | None:
+    """Which weights a phase evaluates during training, None if it is no such phase."""
+    name, _, number = phase.partition("-")
+    return int(number) if name == "eval" and number.isdecimal() else None
 
 
 def to_line(recorded: RecordedRollout) -> bytes:

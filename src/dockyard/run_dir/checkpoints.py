@@ -1,0 +1,85 @@
+"""A run's checkpoints: one folder a step, whole or absent, and a copy of the best adapter so far."""
+
+import re
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dockyard.errors import DockyardError
+from dockyard.run_dir.durable import remove_folder, whole_folder
+
+_BEST, _SCORE = "best", "score.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    step: int
+    path: Path
+
+
+class HeldoutScore(BaseModel):
+    """What the policy got on held-out tasks after this many steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    reward: float
+    error: float
+    """Half of the 95 % confidence interval."""
+
+
+class Checkpoints:
+    """The folder they are in."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def new(self, step: int) -> Generator[Path]:
+        """A folder to fill. It becomes the checkpoint of this step when the block ends well, else it never was."""
+        with whole_folder(self._folder / f"step-{step:05}") as draft:
+            yield draft
+
+    def all(self) -> list[Checkpoint]:
+        """By step."""
+        names = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in self._folder.glob("step-*"))
+        found = [Checkpoint(step=int(match[1]), path=path) for path, match in names if match]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The one to resume from."""
+        return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
+
+    def keep_last(self, count: int) -> None:
+        """Remove all but the last so many; 0 keeps all. The latest is on disk before this is called."""
+        for checkpoint in self.all()[:-count] if count else ():
+            remove_folder(checkpoint.path)
+
+    @property
+    def best_path(self) -> Path:
+        """An adapter and its score, nothing to resume from."""
+        return self._folder / _BEST
+
+    def best(self) -> HeldoutScore | None:
+        """The score of the best adapter so far."""
+        file = self.best_path / _SCORE
+        try:
+            return HeldoutScore.model_validate_json(file.read_bytes()) if file.exists() else None
+        except ValidationError as error:
+            raise DockyardError(f"`{file}` is no score", hint=f"remove `{self.best_path}`, then resume") from error
+
+    def keep_best(self, adapter: Path, score: HeldoutScore) -> bool:
+        """Copy this adapter if no other has a reward as high. Says whether it did."""
+        best = self.best()
+        if best and score.reward <= best.reward:
+            return False
+        with whole_folder(self.best_path) as draft:
+            shutil.copytree(adapter, draft, dirs_exist_ok=True)
+            (draft / _SCORE).write_text(score.model_dump_json(indent=2) + "\n")
+        return True
