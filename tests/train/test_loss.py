@@ -2,59 +2,91 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from dockyard.config import GRPOConfig
 from dockyard.rl.advantage import group_advantages
-from dockyard.rl.loss import low_var_kl, policy_loss
+from dockyard.rl.loss import Batch, batch_loss, kl, mismatch_kl, policy_loss
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "slime_grpo_golden.json").read_text())
-CASES = [case for case in GOLDEN["cases"] if not case["calculate_per_token_loss"] and not case["use_tis"]]
 
 
-def golden_loss(case: dict[str, Any], logits_TV: torch.Tensor) -> torch.Tensor:
-    """The loss of the golden batch through our functions: a mean per rollout, then over rollouts."""
+def golden_batch(logits_TV: torch.Tensor, *, per_token: bool) -> Batch:
+    """SLiME's four samples as one batch of their unmasked tokens."""
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    total, offset = torch.zeros(()), 0
-    for index, tokens in enumerate(GOLDEN["tokens"]):
-        length, response = GOLDEN["total_lengths"][index], GOLDEN["response_lengths"][index]
-        rows = torch.arange(length - response - 1, length - 1) + offset
-        logprobs_N = logprobs_TV[rows, torch.tensor(tokens[-response:])]
-        mask_N = torch.tensor(GOLDEN["loss_masks"][index], dtype=torch.float32)
-        advantages_N = torch.full((response,), GOLDEN["advantages_scalar"][index])
-        policy = policy_loss(
-            logprobs_N,
-            torch.tensor(GOLDEN["old_log_probs"][index]),
-            advantages_N,
-            clip_low=case["eps_clip"],
-            clip_high=case["eps_clip_high"],
-        )
-        kl_N = low_var_kl(logprobs_N, torch.tensor(GOLDEN["ref_log_probs"][index]))
-        per_token_N = policy.loss_N + case["kl_loss_coef"] * kl_N
-        total = total + (per_token_N * mask_N).sum() / mask_N.sum() / len(GOLDEN["tokens"])
-        offset += length
-    return total
+    masks = [torch.tensor(mask, dtype=torch.bool) for mask in GOLDEN["loss_masks"]]
+    ends = torch.tensor(GOLDEN["total_lengths"]).cumsum(0).tolist()
+    logprobs: list[torch.Tensor] = []
+    for tokens, response, end in zip(GOLDEN["tokens"], GOLDEN["response_lengths"], ends, strict=True):
+        logprobs.append(logprobs_TV[torch.arange(end - response - 1, end - 1), torch.tensor(tokens[-response:])])
+
+    def unmasked(values: list[Any]) -> torch.Tensor:
+        return torch.cat([torch.as_tensor(value)[mask] for value, mask in zip(values, masks, strict=True)])
+
+    sizes = torch.tensor([int(mask.sum()) for mask in masks])
+    weights_S = torch.full((4,), 1.0 / int(sizes.sum())) if per_token else 1.0 / (4 * sizes)
+    return Batch(
+        logprobs_N=unmasked(logprobs),
+        old_N=unmasked(GOLDEN["old_log_probs"]),
+        recorded_N=unmasked(GOLDEN["rollout_log_probs"]),
+        reference_N=unmasked(GOLDEN["ref_log_probs"]),
+        advantages_N=torch.tensor(GOLDEN["advantages_scalar"]).repeat_interleave(sizes),
+        weights_N=weights_S.repeat_interleave(sizes),
+        segments_N=torch.arange(4).repeat_interleave(sizes),
+    )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"kl={case['kl_loss_coef']}")
+def case_id(case: dict[str, Any]) -> str:
+    aggregation = "token" if case["calculate_per_token_loss"] else "rollout"
+    return f"{aggregation}, {'corrected' if case['use_tis'] else 'plain'}, kl {case['kl_loss_coef']}"
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=case_id)
 def test_loss_and_gradient_equal_slimes(case: dict[str, Any]):
+    config = GRPOConfig(
+        clip_low=case["eps_clip"],
+        clip_high=case["eps_clip_high"],
+        kl_coef=case["kl_loss_coef"],
+        kl_type=case["kl_loss_type"],
+        correction="token" if case["use_tis"] else "none",
+        correction_cap=case["tis_clip"],
+    )
     logits_TV = torch.tensor(GOLDEN["logits"], requires_grad=True)
-    loss = golden_loss(case, logits_TV)
-    loss.backward()
+    loss = batch_loss(golden_batch(logits_TV, per_token=case["calculate_per_token_loss"]), config)
+    loss.total.backward()
     assert logits_TV.grad is not None
-    assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
-    assert logits_TV.grad.norm().item() == pytest.approx(case["grad_l2"], rel=1e-5)
+    assert loss.total.item() == pytest.approx(case["loss"] / case["normalizer"], abs=1e-6)
+    assert logits_TV.grad.norm().item() == pytest.approx(case["grad_l2"] / case["normalizer"], rel=1e-5)
 
 
-def test_there_are_golden_cases_with_and_without_a_kl_penalty():
-    assert {case["kl_loss_coef"] for case in CASES} == {0.0, 0.001}
+def test_the_golden_cases_are_of_every_kind():
+    assert len({case_id(case) for case in GOLDEN["cases"]}) == 8
 
 
-def test_low_var_kl_equals_slimes_and_is_clamped():
-    found = low_var_kl(torch.tensor(GOLDEN["kl"]["log_probs"]), torch.tensor(GOLDEN["kl"]["ref"]))
-    assert found.tolist() == pytest.approx(GOLDEN["kl"]["low_var_kl"], rel=1e-5)
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_kl_estimators_equal_slimes(kind: Literal["k1", "k2", "k3", "low_var_kl"]):
+    found = kl(torch.tensor(GOLDEN["kl"]["log_probs"]), torch.tensor(GOLDEN["kl"]["ref"]), kind)
+    assert found.tolist() == pytest.approx(GOLDEN["kl"][kind], rel=1e-5)
+
+
+def test_the_mismatch_kl_of_many_draws_is_the_divergence_of_engine_and_trainer():
+    engine = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    trainer = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    one = torch.ones(3, dtype=torch.float64)
+    batch = Batch(
+        logprobs_N=trainer.log(),
+        old_N=trainer.log(),
+        recorded_N=engine.log(),
+        reference_N=None,
+        advantages_N=one,
+        weights_N=one,
+        segments_N=torch.zeros(3, dtype=torch.long),
+    )
+    expected = (engine * (engine / trainer).log()).sum().item()
+    assert (engine * mismatch_kl(batch)).sum().item() == pytest.approx(expected)
 
 
 def test_advantages_equal_slimes():
@@ -70,7 +102,7 @@ def test_a_group_without_a_difference_teaches_nothing(rewards: list[float]):
 def test_a_ratio_beyond_the_clip_range_earns_no_gradient():
     logprobs_N = torch.log(torch.tensor([1.5, 0.5, 1.5, 0.5])).requires_grad_()
     advantages_N = torch.tensor([1.0, -1.0, -1.0, 1.0])
-    found = policy_loss(logprobs_N, torch.zeros(4), advantages_N, clip_low=0.2, clip_high=0.28)
+    found = policy_loss(logprobs_N, advantages_N, clip_low=0.2, clip_high=0.28)
     found.loss_N.sum().backward()
     assert logprobs_N.grad is not None
     assert logprobs_N.grad.tolist() == pytest.approx([0.0, 0.0, 1.5, -0.5])

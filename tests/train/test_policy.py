@@ -8,8 +8,9 @@ import torch
 from tiny_policy import make_group, tiny_policy
 
 from dockyard.config import TrainerConfig
+from dockyard.rl.examples import examples_of
 from dockyard.rl.pack import Example, pack
-from dockyard.trainer.policy import Policy, examples_of, learning_rate
+from dockyard.trainer.policy import Policy, learning_rate
 from dockyard.types import Blame, Failure, Group, Rollout
 
 TORN = Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message="gone")

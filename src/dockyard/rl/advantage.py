@@ -1,17 +1,64 @@
 """Group-relative advantages: each rollout is compared with the others of its task, not with a learned critic."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 
+from dockyard.config import GRPOConfig
+from dockyard.types import Group, Rollout
+
+CUT_SHORT = frozenset({"context_overflow", "output_limit", "model_limit", "agent_timeout", "rollout_timeout"})
+"""The causes of failure that say a rollout was ended by a limit of time or tokens."""
+
 _EPSILON = 1e-6
+_BUFFER_SHARE = 5
 
 
-def group_advantages(rewards: list[float]) -> list[float]:
-    """How much better than its group each rollout did, in sample standard deviations (ddof 1).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A rollout that has a reward, and how much better it did than the others of its group."""
 
+    rollout: Rollout
+    advantage: float
+
+
+def scored(group: Group, config: GRPOConfig) -> list[Scored]:
+    """The rollouts that were compared. Fewer than two have nothing to be compared with: not even their KL counts."""
+    rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    if len(rollouts) < 2:
+        return []
+    rewards = [(rollout.reward or 0.0) - _overlong_penalty(rollout.num_sampled, config) for rollout in rollouts]
+    advantages = group_advantages(rewards, config.advantage)
+    return [Scored(rollout=rollout, advantage=value) for rollout, value in zip(rollouts, advantages, strict=True)]
+
+
+def has_signal(group: Group, config: GRPOConfig) -> bool:
+    """Whether its rollouts did differently well."""
+    return any(item.advantage for item in scored(group, config))
+
+
+def group_advantages(rewards: Sequence[float], kind: Literal["std", "mean", "leave_one_out"] = "std") -> list[float]:
+    """How much better than its group each rollout did.
+
+    `std` counts in sample standard deviations (ddof 1); `leave_one_out` compares with the mean of the others alone.
     A group of one, or one in which all did equally well, teaches nothing: 0 for each.
     """
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     values = np.array(rewards, dtype=np.float64)
     centred = values - values.mean()
-    return (centred / (values.std(ddof=1) + _EPSILON)).tolist()
+    if kind == "std":
+        centred = centred / (values.std(ddof=1) + _EPSILON)
+    elif kind == "leave_one_out":
+        centred = centred * len(values) / (len(values) - 1)
+    return centred.tolist()
+
+
+def _overlong_penalty(num_sampled: int, config: GRPOConfig) -> float:
+    """DAPO's: nothing up to the buffer, then rising evenly to 1 at the length."""
+    if config.overlong != "penalty" or config.overlong_length is None:
+        return 0.0
+    buffer = config.overlong_buffer or max(1, config.overlong_length // _BUFFER_SHARE)
+    return min(1.0, max(0.0, (num_sampled - (config.overlong_length - buffer)) / buffer))

@@ -8,8 +8,9 @@ from typing import Self
 import numpy as np
 import torch
 
+from dockyard.rl.examples import examples_of
 from dockyard.rl.pack import pack
-from dockyard.trainer.policy import Policy, examples_of
+from dockyard.trainer.policy import Policy
 from dockyard.types import FloatArray, Group
 
 _UNLIKELY = 0.01

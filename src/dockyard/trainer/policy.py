@@ -14,14 +14,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from dockyard.config import GRPOConfig, TrainerConfig
-from dockyard.engine.weights import load_adapter, share_weights
-from dockyard.errors import DockyardError
-from dockyard.rl.advantage import group_advantages
-from dockyard.rl.loss import low_var_kl, policy_loss
-from dockyard.rl.pack import Example, Row, pack
-from dockyard.types import Group, Rollout, Segment
-
-_OPTIMIZER_FILE = "optimizer.pt"
+from dockyard.engine.weights import share_weights
+from dockyard.rl.examples import examples_of
+from dockyard.rl.loss import Batch, batch_loss, mismatch_kl
+from dockyard.rl.pack import Row, pack
+from dockyard.trainer import checkpoint
+from dockyard.types import Group
 
 
 class Policy:
@@ -62,7 +60,7 @@ class Policy:
 
     def update(self, groups: Sequence[Group], num_steps: int) -> dict[str, float]:
         """One optimiser step on these groups, the learning rate as far along as `version` is of `num_steps`."""
-        examples = examples_of(groups, with_idle=self._grpo.kl_coef > 0)
+        examples = examples_of(groups, self._grpo, with_idle=self._grpo.kl_coef > 0)
         rows = pack(examples, self._config.micro_batch_tokens)
         lr = learning_rate(self._config, self.version, num_steps)
         self._optimizer.zero_grad()
@@ -89,31 +87,38 @@ class Policy:
 
     def _accumulate(self, row: Row, totals: "_Totals") -> None:
         """Add one row's part of the loss to the gradients."""
-        device = self.model.device
         self.model.train()
+        batch = self._batch(row)
+        loss = batch_loss(batch, self._grpo)
+        loss.total.backward()
+        totals.add(
+            loss=loss.total.detach(),
+            clipped=loss.clipped_N.sum(),
+            kl=loss.kl_N.sum(),
+            mismatch=(batch.logprobs_N.detach() - batch.recorded_N).abs().sum(),
+            mismatch_kl=mismatch_kl(batch).sum(),
+            logprob=batch.logprobs_N.detach().sum(),
+            tokens=len(row.targets),
+        )
+
+    def _batch(self, row: Row) -> Batch:
+        """A row's trained tokens under the weights that the loss compares."""
+        device = self.model.device
         logprobs_N = self.logprobs(row)
+        present_N = logprobs_N.detach()
         recorded_N = torch.from_numpy(row.old_logprobs).to(device)
         unknown_N = recorded_N.isnan()
         anchored = self._anchored and bool(unknown_N.any())
-        reference_N = self._reference(row) if anchored or self._grpo.kl_coef > 0 else logprobs_N.detach()
-        old_N = torch.where(unknown_N, reference_N if anchored else logprobs_N.detach(), recorded_N)
-        advantages_N = torch.from_numpy(row.advantages).to(device)
-        weights_N = torch.from_numpy(row.weights).to(device)
-        policy = policy_loss(
-            logprobs_N, old_N, advantages_N, clip_low=self._grpo.clip_low, clip_high=self._grpo.clip_high
-        )
-        kl_N = torch.zeros_like(logprobs_N)
-        if self._grpo.kl_coef > 0:
-            kl_N = low_var_kl(logprobs_N, reference_N)
-        loss = (weights_N * (policy.loss_N + self._grpo.kl_coef * kl_N)).sum()
-        loss.backward()
-        totals.add(
-            loss=loss.detach(),
-            clipped=policy.clipped_N.sum(),
-            kl=kl_N.detach().sum(),
-            mismatch=(logprobs_N.detach() - old_N).abs().sum(),
-            logprob=logprobs_N.detach().sum(),
-            tokens=len(row.targets),
+        reference_N = self._reference(row) if anchored or self._grpo.kl_coef > 0 else None
+        drawn_N = torch.where(unknown_N, present_N if reference_N is None or not anchored else reference_N, recorded_N)
+        return Batch(
+            logprobs_N=logprobs_N,
+            old_N=drawn_N if self._grpo.correction == "none" else present_N,
+            recorded_N=drawn_N,
+            reference_N=reference_N,
+            advantages_N=torch.from_numpy(row.advantages).to(device),
+            weights_N=torch.from_numpy(row.weights).to(device),
+            segments_N=torch.from_numpy(row.segments).long().to(device),
         )
 
     def _reference(self, row: Row) -> Tensor:
@@ -140,24 +145,15 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as PEFT, vLLM and the Hub read it."""
-        self.model.save_pretrained(folder)
+        checkpoint.save_adapter(self.model, folder)
 
     def save(self, folder: Path) -> None:
         """Write everything a resumed run needs."""
-        self.save_adapter(folder)
-        torch.save({"version": self.version, "optimizer": self._optimizer.state_dict()}, folder / _OPTIMIZER_FILE)
+        checkpoint.save(folder, self.model, self._optimizer, self.version)
 
     def restore(self, folder: Path) -> None:
         """Take up where `save` left off."""
-        try:
-            state = torch.load(folder / _OPTIMIZER_FILE, map_location=self.model.device, weights_only=True)
-            self.model = load_adapter(self.model, folder)
-        except Exception as error:  # whatever the readers raise, this checkpoint is of no use
-            raise DockyardError(
-                f"the checkpoint `{folder}` cannot be read: {error}", hint="remove it, then resume from the one before"
-            ) from error
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.version = state["version"]
+        self.version = checkpoint.restore(folder, self.model, self._optimizer)
 
 
 def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
@@ -165,41 +161,6 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
     rise = min(1.0, (step + 1) / (config.warmup_steps + 1))
     fall = 1.0 - step / num_steps if config.schedule == "linear" else 1.0
     return config.lr * rise * fall
-
-
-def examples_of(groups: Sequence[Group], *, with_idle: bool) -> list[Example]:
-    """What to train on. Each rollout weighs the same, however many segments and tokens it has.
-
-    Rollouts without advantage move nothing but the KL penalty, so they count and are left out unless `with_idle`.
-    """
-    scored = [pair for group in groups for pair in _scored(group)]
-    examples: list[Example] = []
-    for rollout, advantage in scored:
-        if rollout.num_sampled == 0 or (advantage == 0 and not with_idle):
-            continue
-        weight = 1.0 / (rollout.num_sampled * len(scored))
-        examples += [_example(segment, advantage, weight) for segment in rollout.segments if segment.sampled.any()]
-    return examples
-
-
-def _scored(group: Group) -> list[tuple[Rollout, float]]:
-    """The rollouts that have a reward, each with its advantage over the others that have one."""
-    rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
-    if len(rollouts) < 2:  # nothing to compare with: not even its KL penalty counts
-        return []
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    return list(zip(rollouts, group_advantages(rewards), strict=True))
-
-
-def _example(segment: Segment, advantage: float, weight: float) -> Example:
-    targets = np.flatnonzero(segment.sampled).astype(np.int32)
-    return Example(
-        token_ids=segment.token_ids,
-        targets=targets,
-        old_logprobs=None if segment.logprobs is None else segment.logprobs[targets],
-        advantage=advantage,
-        weight=weight,
-    )
 
 
 class _Totals:
@@ -218,6 +179,7 @@ class _Totals:
             "train/clip_fraction": "clipped",
             "train/kl": "kl",
             "train/logprob_mismatch": "mismatch",
+            "train/mismatch_kl": "mismatch_kl",
             "train/mean_logprob": "logprob",
         }
         return {
