@@ -3,7 +3,7 @@
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
 rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
 rollouts/eval-00010.jsonl  checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
-tracker.id  tensorboard/
+trackers/
 """
 
 import json
@@ -78,8 +78,8 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID, _SPLIT, _TRACKER_ID, _TENSORBOARD = "run.id", "split.json", "tracker.id", "tensorboard"
-_OURS = (*_FOLDERS, _TENSORBOARD, _TRACKER_ID, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+_ID, _SPLIT, _TRACKERS = "run.id", "split.json", "trackers"
+_OURS = (*_FOLDERS, _TRACKERS, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 class RunDir:
@@ -157,17 +157,19 @@ class RunDir:
         return blake2b(file.read_bytes() + bytes(self.path.resolve()), digest_size=6).hexdigest()
 
     @property
-    def tracker_id(self) -> str:
-        """What trackers call this run, also after it was resumed or moved."""
-        file = self.path / _TRACKER_ID
-        if not file.exists():
-            write_atomically(file, token_hex(4).encode())
-        return file.read_text().strip()
+    def trackers(self) -> Path:
+        """Where W&B and TensorBoard keep their files."""
+        folder = self.path / _TRACKERS
+        folder.mkdir(exist_ok=True)
+        return folder
 
     @property
-    def tensorboard(self) -> Path:
-        """Where TensorBoard's event files go."""
-        return self.path / _TENSORBOARD
+    def tracker_id(self) -> str:
+        """What trackers call this run, also after it was resumed or moved."""
+        file = self.trackers / "id"
+        if not file.exists():
+            write_atomically(file, token_hex(4).encode())
+        return file.read_text()
 
     @property
     def trials(self) -> Path:

@@ -1,0 +1,70 @@
+"""Held-out tasks, attempted before training, every so many steps, and after it. The best adapter is kept."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from dockyard.config import RunConfig
+from dockyard.rollout.pool import Order
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
+from dockyard.trainer.loop import PublishedPolicy, TaskRollouts
+from dockyard.trainer.report import Score, score
+from dockyard.types import Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heldout:
+    """Evaluations with the same tasks, agent and seeds each time: what differs is the weights."""
+
+    tasks: list[Task]
+    attempts: TaskRollouts | None
+    learner: PublishedPolicy
+    run: RunDir
+    config: RunConfig
+
+    async def before(self) -> None:
+        """Evaluate the base model."""
+        await self._score(EVAL_BEFORE, "before training")
+        if self.tasks and self.attempts and self.learner.engine is None:
+            logger.warning("no evaluation of trained weights: `%s` does not get them", self.config.engine.url)
+
+    async def during(self, version: int) -> dict[str, float]:
+        """The numbers of an evaluation, if one is due. The last version is evaluated after training."""
+        every = self.config.eval.every
+        if not every or version % every or version >= self.config.steps or self.learner.engine is None:
+            return {}
+        start = time.monotonic()
+        found = await self._score(eval_phase(version), f"after step {version}")
+        if found is None:
+            return {}
+        await self._keep_best(version, found)
+        seconds = time.monotonic() - start
+        return {"reward/heldout": found.mean, "reward/heldout_error": found.error, "time/eval_s": seconds}
+
+    async def after(self) -> None:
+        """Evaluate what training came to."""
+        found = await self._score(EVAL_AFTER, "after training") if self.learner.engine else None
+        if found:
+            await self._keep_best(self.learner.version, found)
+
+    async def _score(self, phase: str, title: str) -> Score | None:
+        if not self.tasks or self.attempts is None:
+            return None
+        order = Order(
+            phase=phase,
+            tasks=self.tasks,
+            group_size=self.config.eval.samples,
+            temperature=self.config.sampling.eval_temperature,
+            seed=self.config.seed,
+            stream="eval",
+        )
+        groups = await self.attempts.gather(order, f"held-out tasks {title}")
+        return score([rollout for group in groups for rollout in group.rollouts])
+
+    async def _keep_best(self, version: int, found: Score) -> None:
+        if self.config.trainer.keep_best:
+            reached = HeldoutScore(step=version, reward=found.mean, error=found.error)
+            await asyncio.to_thread(self.run.checkpoints.keep_best, self.run.adapter_dir(version), reached)

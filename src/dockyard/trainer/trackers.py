@@ -1,0 +1,201 @@
+"""W&B, TensorBoard and Trackio: told the numbers of each step under the names they have in `metrics.jsonl`.
+
+A missing package or key is an error before the first rollout. Whatever fails after that warns once, and training goes
+on without that tracker.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from dockyard.config import RunConfig, TrackerConfig
+from dockyard.errors import UsageError
+from dockyard.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_OFFLINE = ("offline", "dryrun", "disabled")
+_UPLOAD_S = 600  # how long the end of a run waits for W&B; `wandb sync` sends what is left
+# What may hold a key, or lead to something that needs none.
+_PRIVATE = {
+    "agent": {"kwargs", "env"},
+    "environment": {"kwargs"},
+    "engine": {"url"},
+    "gateway": {"tunnel", "public_url"},
+}
+
+
+class Tracker(Protocol):
+    """One place that numbers go to."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def finish(self, summary: Mapping[str, float], *, failed: bool) -> None: ...
+
+
+class Trackers:
+    """All that the settings name. None of them can stop a run."""
+
+    def __init__(self, open_by_name: Mapping[str, Callable[[], Tracker]], *, since: int = -1) -> None:
+        self._since = since
+        self._summary: dict[str, float] = {}
+        self._open: dict[str, Tracker] = {}
+        for name, opened in open_by_name.items():
+            with self._excused(name):
+                self._open[name] = opened()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Tell a step's numbers, unless they were told before the run was resumed."""
+        if step <= self._since:
+            return
+        finite = _finite(numbers)
+        for name, tracker in list(self._open.items()):
+            with self._excused(name):
+                tracker.log(step, finite)
+
+    def conclude(self, summary: Mapping[str, Any]) -> None:
+        """What the run came to, told at its end."""
+        self._summary = _finite(summary)
+
+    def close(self, *, failed: bool) -> None:
+        for name, tracker in list(self._open.items()):
+            with self._excused(name):
+                tracker.finish(self._summary, failed=failed)
+
+    @contextmanager
+    def _excused(self, name: str) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker raises, the run matters more
+            self._open.pop(name, None)
+            logger.warning("%s failed, the run goes on without it: %s: %s", name, type(error).__name__, error)
+
+
+def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and math.isfinite(value) and not isinstance(value, bool)
+    }
+
+
+def check_trackers(config: TrackerConfig) -> None:
+    """Refuse what cannot work, before anything starts."""
+    wanted = {"wandb": config.wandb, "tensorboard": config.tensorboard, "trackio": config.trackio}
+    for name, value in wanted.items():
+        if value and find_spec(name) is None:
+            raise UsageError(
+                f"`tracker.{name}` is set, but `{name}` is not installed", hint="`pip install 'dockyard[trackers]'`"
+            )
+    if config.wandb:
+        _check_wandb_key()
+
+
+def _check_wandb_key() -> None:
+    import wandb
+
+    if wandb.setup().settings.mode in _OFFLINE:
+        return
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise UsageError(f"W&B does not take the key: {error}", hint="correct `WANDB_API_KEY`") from error
+    if not found:
+        raise UsageError(
+            "`tracker.wandb` is set, but there is no W&B key",
+            hint="`WANDB_API_KEY=...` in `.env`, or `wandb login`; `WANDB_MODE=offline` needs none",
+        )
+
+
+@contextmanager
+def open_trackers(config: RunConfig, run: RunDir) -> Generator[Trackers]:
+    """Those that the settings name, closed with the block."""
+    told = [int(line["step"] or 0) for line in run.read_metrics()]
+    trackers = Trackers(_wanted(config, run), since=max(told, default=-1))
+    try:
+        yield trackers
+    except BaseException:
+        trackers.close(failed=True)
+        raise
+    trackers.close(failed=False)
+
+
+def _wanted(config: RunConfig, run: RunDir) -> dict[str, Callable[[], Tracker]]:
+    wanted: dict[str, Callable[[], Tracker]] = {}
+    settings = config.model_dump(mode="json", exclude=_PRIVATE)
+    if project := config.tracker.wandb:
+        wanted["W&B"] = lambda: _Wandb(project, run, settings)
+    if config.tracker.tensorboard:
+        wanted["TensorBoard"] = lambda: _TensorBoard(run)
+    if space := config.tracker.trackio:
+        wanted["Trackio"] = lambda: _Trackio(space, run, settings)
+    return wanted
+
+
+class _Wandb:
+    def __init__(self, project: str, run: RunDir, settings: dict[str, Any]) -> None:
+        import wandb
+
+        # `x_disable_meta`: the command line is part of it, and may hold what the settings given here leave out.
+        options = wandb.Settings(console="off", silent=True, x_disable_meta=True, finish_timeout=_UPLOAD_S)
+        self._run = wandb.init(
+            project=project,
+            id=run.tracker_id,
+            name=run.path.name,
+            dir=run.trackers,
+            resume="allow",
+            config=settings,
+            settings=options,
+        )
+        logger.info("W&B: %s", self._run.url or f"offline; `wandb sync {self._run.dir}` sends it")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self, summary: Mapping[str, float], *, failed: bool) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish(exit_code=int(failed))
+
+
+class _TensorBoard:
+    def __init__(self, run: RunDir) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.trackers / "tensorboard"
+        self._writer = SummaryWriter(str(folder))
+        logger.info("TensorBoard: `tensorboard --logdir %s`", folder)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, summary: Mapping[str, float], *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _Trackio:
+    def __init__(self, project: str, run: RunDir, settings: dict[str, Any]) -> None:
+        import trackio
+
+        with redirect_stdout(sys.stderr):  # which it greets on; ours is for data
+            self._run = trackio.init(
+                project,
+                name=f"{run.path.name}-{run.tracker_id}",
+                config=settings,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self, summary: Mapping[str, float], *, failed: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
