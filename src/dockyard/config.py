@@ -241,9 +241,11 @@ class GRPOConfig(Config):
     @classmethod
     def _as_the_algorithm(cls, values: Any) -> Any:
         """So that the resolved settings say all that an algorithm does."""
-        given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
+        if not isinstance(values, dict):
+            return values
+        given = cast(dict[str, Any], values)
         name = given.get("algorithm")
-        return {**ALGORITHMS[name], **given} if isinstance(name, str) and name in ALGORITHMS else values
+        return {**ALGORITHMS[name], **given} if isinstance(name, str) and name in ALGORITHMS else given
 
 
 class TrainerConfig(Config):
@@ -292,7 +294,7 @@ class TrackerConfig(Config):
     wandb: str | None = Field(default=None, min_length=1)
     """A Weights & Biases project. Takes WANDB_API_KEY, also from `.env`, or WANDB_MODE=offline."""
     tensorboard: bool = False
-    """Write event files to the run's `tensorboard` folder."""
+    """Write event files to the run's `trackers/tensorboard` folder."""
     trackio: str | None = Field(default=None, min_length=1)
     """A Trackio project. It stays on this machine unless TRACKIO_SPACE_ID names a Space."""
 

@@ -119,3 +119,5 @@ class Group:
 
     task: str
     rollouts: tuple[Rollout, ...]
+    spare: bool = False
+    """Made because another group of its step taught nothing."""

@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, Self
 
 from dockyard.config import RolloutConfig
 from dockyard.errors import DockyardError
@@ -39,6 +39,15 @@ class Order:
     """What the random streams are named after: phases that share it draw the same numbers."""
     retry_lost: bool = False
     """Whether to make those again that an earlier run recorded as lost. Training does not: its updates are replayed."""
+    spare: Sequence[Task] = ()
+    """What `further` goes on with, in this order."""
+    first_group: int = 0
+    """Where the phase's groups before this order end."""
+
+    def further(self, count: int) -> Self:
+        """The next of the spare tasks, as further groups of the same phase."""
+        spare, first = self.spare, self.first_group + len(self.tasks)
+        return replace(self, tasks=spare[:count], spare=spare[count:], first_group=first)
 
     def attempts(self) -> list[Attempt]:
         return [
@@ -50,7 +59,7 @@ class Order:
                 seed=_seed(self.seed, self.stream, group, index),
                 temperature=self.temperature,
             )
-            for group, task in enumerate(self.tasks)
+            for group, task in enumerate(self.tasks, self.first_group)
             for index in range(self.group_size)
         ]
 
@@ -97,20 +106,28 @@ class Pool:
         except* DockyardError as errors:
             raise errors.exceptions[0] from None
         rollouts = [done[attempt.group, attempt.index] for attempt in order.attempts()]
-        self._check_losses(order.phase, rollouts)
+        if order.first_group == 0:  # further groups may be too few to judge by
+            self._check_losses(order.phase, rollouts)
         for attempt, rollout in zip(order.attempts(), rollouts, strict=True):
             if rollout.reward is None:  # only now: had the run stopped here, resuming it should try them again
                 self._record(order.phase, attempt.group, rollout)
         return tuple(
-            Group(task=task.name, rollouts=tuple(rollouts[group * order.group_size :][: order.group_size]))
-            for group, task in enumerate(order.tasks)
+            Group(
+                task=task.name,
+                rollouts=tuple(rollouts[index * order.group_size :][: order.group_size]),
+                spare=order.first_group > 0,
+            )
+            for index, task in enumerate(order.tasks)
         )
 
     def _recorded(self, order: Order) -> dict[tuple[int, int], Rollout]:
-        names = [task.name for task in order.tasks]
+        names = [task.name for task in (*order.tasks, *order.spare)]
         done: dict[tuple[int, int], Rollout] = {}
         for item in self.run.read_rollouts(order.phase):
-            if item.group >= len(names) or item.rollout.task != names[item.group]:
+            place = item.group - order.first_group
+            if place < 0:
+                continue
+            if place >= len(names) or item.rollout.task != names[place]:
                 raise DockyardError(
                     f"the run recorded `{item.rollout.task}` in {order.phase}, where it would now attempt other tasks",
                     hint="put the tasks back as they were, or begin another run",

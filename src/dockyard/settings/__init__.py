@@ -204,4 +204,5 @@ def _ignored_by_the_loss(grpo: GRPOConfig) -> dict[str, tuple[bool, tuple[str, .
 
 def _not_read(source: str) -> tuple[str, ...]:
     others = TasksConfig.model_fields.keys() - {"source", *READ_BY_SOURCE[source]}
-    return tuple(f"tasks.{name}" for name in sorted(others))
+    found = tuple(f"tasks.{name}" for name in sorted(others))
+    return (*found, "grpo.max_tries") if source == "recorded" else found

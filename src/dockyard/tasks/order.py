@@ -24,7 +24,17 @@ def due[T](
     return [_shuffled(items, seed, epoch, kind_of)[index] for epoch, index in places]
 
 
-def _shuffled[T](items: Sequence[T], seed: int, epoch: int, kind_of: Callable[[T], str]) -> list[T]:
+def spare[T](
+    items: Sequence[T], step: int, count: int, seed: int, *, kind_of: Callable[[T], str], taken: Sequence[T]
+) -> list[T]:
+    """What a step attempts in place of what teaches nothing, an order of its own: first what it has not `taken`."""
+    drawn: list[T] = []
+    for epoch in range(ceil(count / len(items))):
+        drawn += sorted(_shuffled(items, f"{seed}-spare-{step}", epoch, kind_of), key=lambda item: item in taken)
+    return drawn[:count]
+
+
+def _shuffled[T](items: Sequence[T], seed: int | str, epoch: int, kind_of: Callable[[T], str]) -> list[T]:
     rng = random.Random(f"{seed}-{epoch}")
     by_kind: dict[str, list[T]] = {}
     for item in items:

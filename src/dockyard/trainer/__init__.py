@@ -11,15 +11,15 @@ from dockyard.collect.task_sets import task_sets
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render import Renderer
-from dockyard.rollout.pool import Order
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
+from dockyard.run_dir import RunDir
 from dockyard.tasks.order import num_steps
+from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import StepRecord, train
-from dockyard.trainer.parts import Inputs, Parts, open_parts
+from dockyard.trainer.parts import Inputs, open_parts
 from dockyard.trainer.progress import Progress
 from dockyard.trainer.recorded import load_groups
 from dockyard.trainer.report import draw_curve, report, summarise
-from dockyard.types import Task
+from dockyard.trainer.trackers import Trackers, check_trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,17 @@ def run_training(config: RunConfig, *, run_dir: RunDir) -> None:
     start = time.monotonic()
     inputs = _prepare(config, run_dir)
     config = run_dir.config = _with_steps(config, inputs)
-    with Progress(config.steps) as progress:
-        interrupt.run(_run(config, run_dir, inputs, progress))
-    summary = summarise(run_dir, wall_s=time.monotonic() - start)
+    with open_trackers(config, run_dir) as trackers:
+        with Progress(config.steps) as progress:
+            interrupt.run(_run(config, run_dir, inputs, progress, trackers))
+        summary = summarise(run_dir, wall_s=time.monotonic() - start)
+        trackers.conclude(summary)
     draw_curve(summary, run_dir.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
 
 def _prepare(config: RunConfig, run: RunDir) -> Inputs:
+    check_trackers(config.tracker)
     recorded = config.tasks.source == "recorded"
     if not recorded or config.tasks.heldout:
         check_run(config)
@@ -51,7 +54,7 @@ def _prepare(config: RunConfig, run: RunDir) -> Inputs:
     renderer = Renderer.load(model_dir, config.model.name)
     return Inputs(
         tasks=task_sets(run),
-        recorded=load_groups(Path(config.tasks.dataset or ""), renderer) if recorded else (),
+        recorded=load_groups(Path(config.tasks.dataset or ""), renderer, config.grpo) if recorded else (),
         model_dir=model_dir,
         renderer=renderer,
     )
@@ -66,28 +69,13 @@ def _with_steps(config: RunConfig, inputs: Inputs) -> RunConfig:
     return config.model_copy(update={"steps": steps})
 
 
-async def _run(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> None:
+async def _run(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress, trackers: Trackers) -> None:
     async with open_parts(config, run, inputs, progress) as parts:
+        heldout = Heldout(
+            tasks=inputs.tasks.heldout, attempts=parts.attempts, learner=parts.learner, run=run, config=config
+        )
+        record = StepRecord(run, progress, parts.learner, heldout.during, trackers.log, parts.foreign)
         await parts.learner.publish()
-        await _evaluate(config, parts, inputs.tasks.heldout, EVAL_BEFORE)
-        record = StepRecord(run, progress, parts.learner, parts.foreign)
+        await heldout.before()
         await train(config.steps, parts.rollouts, parts.learner, record)
-        await _evaluate(config, parts, inputs.tasks.heldout, EVAL_AFTER)
-
-
-async def _evaluate(config: RunConfig, parts: Parts, heldout: list[Task], phase: str) -> None:
-    """The same tasks, agent and seeds before and after."""
-    if not heldout or parts.attempts is None:
-        return
-    if phase == EVAL_AFTER and parts.learner.engine is None:
-        logger.warning("no evaluation after training: `%s` gets no new weights", config.engine.url)
-        return
-    order = Order(
-        phase=phase,
-        tasks=heldout,
-        group_size=config.eval.samples,
-        temperature=config.sampling.eval_temperature,
-        seed=config.seed,
-        stream="eval",
-    )
-    await parts.attempts.gather(order, "held-out tasks " + phase.removeprefix("eval-") + " training")
+        await heldout.after()

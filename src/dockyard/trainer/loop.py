@@ -6,7 +6,7 @@ checkpoint are replayed exactly.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +15,16 @@ from typing import Protocol
 
 import numpy as np
 
-from dockyard.config import RunConfig
+from dockyard.config import GRPOConfig, RunConfig
 from dockyard.engine import Engine
+from dockyard.errors import DockyardError
 from dockyard.rollout.pool import Order, Pool, failure_counts
 from dockyard.rollout.statistics import gateway_metrics
 from dockyard.run_dir import RunDir, step_phase
-from dockyard.tasks.order import due
+from dockyard.tasks.order import due, spare
 from dockyard.trainer.policy import Policy
 from dockyard.trainer.progress import Progress
+from dockyard.trainer.signal import collect_signal, group_metrics
 from dockyard.types import Group, Rollout, Task
 
 
@@ -74,13 +76,13 @@ class TaskRollouts:
         last = min(step + self.config.rollout.max_staleness, self.config.steps - 1)
         for early in range(step, last + 1):
             if early not in self._begun:
-                self._begun[early] = _Collection(self.pool, self._order(early))
+                self._begun[early] = _Collection(self.pool, self._order(early), self.config.grpo)
         collection = self._begun.pop(step)
         return await collection.shown(self.progress, f"step {step + 1} of {self.config.steps}")
 
     async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
         """Any order of rollouts, shown under this title."""
-        return await _Collection(self.pool, order).shown(self.progress, title)
+        return await _Collection(self.pool, order, self.config.grpo).shown(self.progress, title)
 
     async def close(self) -> None:
         """Stop what was begun early and will not be used."""
@@ -92,32 +94,50 @@ class TaskRollouts:
         count, by_pass = self.config.grpo.tasks_per_step, self.config.counts_passes
         return due(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, by_pass=by_pass)
 
+    def _spare(self, step: int, taken: list[Task]) -> list[Task]:
+        grpo = self.config.grpo
+        count = (grpo.max_tries - 1) * len(taken) if grpo.dynamic_sampling else 0
+        return spare(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, taken=taken)
+
     def _order(self, step: int) -> Order:
+        tasks = self._due(step)
         return Order(
             phase=step_phase(step),
-            tasks=self._due(step),
+            tasks=tasks,
             group_size=self.config.grpo.group_size,
             temperature=self.config.sampling.temperature,
             seed=self.config.seed,
             stream=step_phase(step),
+            spare=self._spare(step, tasks),
         )
 
 
 class _Collection:
-    """An order under way. What finishes before it is shown is shown then."""
+    """An order under way. What happens before it is shown is shown then."""
 
-    def __init__(self, pool: Pool, order: Order) -> None:
-        self._order = order
-        self._early: list[Rollout] = []
-        self._on_finish: Callable[[Rollout], None] = self._early.append
-        self.task = asyncio.create_task(pool.collect(order, lambda rollout: self._on_finish(rollout)))
+    def __init__(self, pool: Pool, order: Order, grpo: GRPOConfig) -> None:
+        self._total = len(order.tasks) * order.group_size
+        self._finished: list[Rollout] = []
+        self._progress: Progress | None = None
+        self.task = asyncio.create_task(collect_signal(pool, order, grpo, self._finish, self._extend))
 
     async def shown(self, progress: Progress, title: str) -> tuple[Group, ...]:
-        progress.begin(title, len(self._order.tasks) * self._order.group_size)
-        for rollout in self._early:
+        progress.begin(title, self._total)
+        for rollout in self._finished:
             progress.finished(rollout)
-        self._on_finish = progress.finished
+        self._progress = progress
         return await self.task
+
+    def _finish(self, rollout: Rollout) -> None:
+        if self._progress:
+            self._progress.finished(rollout)
+        else:
+            self._finished.append(rollout)
+
+    def _extend(self, count: int) -> None:
+        self._total += count
+        if self._progress:
+            self._progress.extend(count)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,11 +179,12 @@ class PublishedPolicy:
     def _save(self) -> None:
         with self.run.new_checkpoint(self.version) as folder:
             self.policy.save(folder)
+        self.run.checkpoints.keep_last(self.config.trainer.keep_last)
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """Writes a step's numbers to the run and to the progress display, then lets the learner save itself.
+    """Writes a step's numbers to the run, the progress display and trackers, then lets the learner save itself.
 
     In this order: a checkpoint says that its steps are recorded.
     """
@@ -171,6 +192,10 @@ class StepRecord:
     run: RunDir
     progress: Progress
     learner: PublishedPolicy
+    evaluate: Callable[[int], Awaitable[dict[str, float]]]
+    """The numbers of a held-out evaluation of this version; none if none is due."""
+    track: Callable[[int, Mapping[str, float]], None]
+    """Tells others a step's numbers."""
     foreign: str | None = None
     """Whose rollouts these are, if not the policy's own."""
     _since: float = 0.0
@@ -179,19 +204,37 @@ class StepRecord:
         self._since = time.monotonic()
 
     async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
-        seconds, self._since = time.monotonic() - self._since, time.monotonic()
+        seconds = time.monotonic() - self._since
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        numbers = rollout_metrics(rollouts) | metrics | {"time/step_s": seconds}
+        grpo = self.run.config.grpo
+        numbers = rollout_metrics(rollouts) | group_metrics(groups, grpo) | metrics | {"time/step_s": seconds}
         numbers["rollout/staleness"] = float(step) if self.foreign else staleness(rollouts, step)
         numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
+        numbers |= await self.evaluate(step + 1)
+        self._since = time.monotonic()  # an evaluation is no part of the next step
         self.run.record_metrics(step, numbers)
+        self.track(step, numbers)
         self.progress.step(step, numbers, failure_counts(rollouts))
         if self.foreign and "train/mean_logprob" in numbers:
             self.progress.say(
                 f"step {step + 1}: off-policy by {step} updates: {self.foreign}; "
                 f"mean logprob of their tokens under the policy {numbers['train/mean_logprob']:.2f}"
             )
+        if numbers.get("train/skipped"):
+            _stop_if_stuck(self.run)
         await self.learner.checkpoint()
+
+
+def _stop_if_stuck(run: RunDir) -> None:
+    """An error when so many of the latest updates in a row were skipped that the next will hardly go better."""
+    skipped = [line["train/skipped"] for line in run.read_metrics() if "train/skipped" in line]
+    limit = run.config.trainer.max_skipped_steps
+    if len(skipped) >= limit and all(skipped[-limit:]):
+        raise DockyardError(
+            f"the gradients of the last {limit} updates were not finite: the policy is not learning",
+            hint="begin another run with a lower `--trainer.lr` or `--model.dtype float32`; "
+            "`--trainer.max_skipped_steps` sets how many may be skipped",
+        )
 
 
 def staleness(rollouts: list[Rollout], version: int) -> float:

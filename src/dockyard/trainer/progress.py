@@ -55,6 +55,11 @@ class Progress:
         self._rewards, self._done, self._tokens, self._failures = [], 0, 0, Counter()
         self._show()
 
+    def extend(self, count: int) -> None:
+        """So many more rollouts belong to the present phase."""
+        self._total += count
+        self._show()
+
     def finished(self, rollout: Rollout) -> None:
         """A rollout of the present phase is done."""
         self._done += 1

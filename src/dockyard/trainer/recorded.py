@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dockyard.config import GRPOConfig
 from dockyard.convert.conversation import without_malformed
 from dockyard.convert.exchanges import conversations_of
 from dockyard.convert.rollouts import read_groups
@@ -12,7 +13,7 @@ from dockyard.convert.text import segments_of
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.rl.advantage import group_advantages
+from dockyard.rl.advantage import has_signal
 from dockyard.run_dir import RunDir, step_phase
 from dockyard.tasks.order import due
 from dockyard.trainer.loop import Rollouts
@@ -22,8 +23,11 @@ from dockyard.types import Group, Rollout, Segment
 logger = logging.getLogger(__name__)
 
 
-def load_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
-    """The groups of rollouts at this path, those without a reward left out. An error if they can teach nothing."""
+def load_groups(path: Path, renderer: Renderer, grpo: GRPOConfig) -> tuple[Group, ...]:
+    """The groups of rollouts at this path, those without a reward left out. An error if they can teach nothing.
+
+    Nothing can be made in place of groups without a difference, so `dynamic_sampling` passes them over.
+    """
     found = [_rewarded(group) for group in read_groups(path, renderer)]
     groups = tuple(group for group in found if group.rollouts)
     if not any(len(group.rollouts) > 1 for group in groups):
@@ -31,19 +35,15 @@ def load_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
             f"no task in `{path}` has two rollouts with a reward: there is nothing to compare",
             hint="make the job with `harbor run -k 4`, or `dockyard rollout --grpo.group_size 4`",
         )
-    useful = sum(_teaches(group) for group in groups)
-    logger.info("%d groups in %s, %d of them with rewards that differ", len(groups), path, useful)
+    useful = tuple(group for group in groups if has_signal(group, grpo))
+    logger.info("%d groups in %s, %d of them with rewards that differ", len(groups), path, len(useful))
     if not useful:
         logger.warning("in no task do the rewards differ: the policy will learn nothing")
-    return groups
+    return useful if useful and grpo.dynamic_sampling else groups
 
 
 def _rewarded(group: Group) -> Group:
     return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if rollout.reward is not None))
-
-
-def _teaches(group: Group) -> bool:
-    return any(group_advantages([rollout.reward or 0.0 for rollout in group.rollouts]))
 
 
 @dataclass(slots=True, kw_only=True)
