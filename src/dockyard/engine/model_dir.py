@@ -43,15 +43,28 @@ def find_model(name: str, *, weights: bool = True) -> Path:
     if name == DEMO_MODEL:
         return _demo_model(cache_dir() / "models" / DEMO_MODEL)
     folder = Path(name).expanduser()
-    if name in _OTHER_NAMES and not folder.exists():
-        logger.info("`%s` is `%s` on the Hub", name, _OTHER_NAMES[name])
-        name = _OTHER_NAMES[name]
     try:
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        known = hub_name(name)
+        if known is None:
             return _checked(folder)
     except PermissionError as error:
         raise DockyardError(f"`{folder}` cannot be read: {error.strerror}", hint="check who may read it") from None
-    return _from_hub(name, [*_HUB_FILES, *(_HUB_WEIGHTS if weights else [])])
+    if known != name:
+        logger.info("`%s` is `%s` on the Hub", name, known)
+    return _from_hub(known, [*_HUB_FILES, *(_HUB_WEIGHTS if weights else [])])
+
+
+def hub_name(name: str) -> str | None:
+    """What the Hub calls a model that people call this; None for a folder and for the demo's model."""
+    if name == DEMO_MODEL or _is_folder(name):
+        return None
+    return _OTHER_NAMES.get(name, name)
+
+
+def _is_folder(name: str) -> bool:
+    if Path(name).expanduser().exists() or name.startswith((".", "/", "~")):
+        return True
+    return name not in _OTHER_NAMES and name.count("/") != 1
 
 
 def _checked(folder: Path) -> Path:

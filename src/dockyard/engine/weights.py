@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dockyard.config import ModelConfig
+from dockyard.engine.model_dir import hub_name
 from dockyard.errors import DockyardError, EngineError
 
 
@@ -41,6 +42,8 @@ def load_model(folder: Path, config: ModelConfig) -> Any:
             f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
             hint="a model folder is what `save_pretrained` writes: config.json, safetensors, tokenizer.json",
         ) from error
+    # What PEFT writes into adapters as the name of their base: others find it by the Hub's, not by a folder here.
+    model.config.name_or_path = model.name_or_path = hub_name(config.name) or str(folder.absolute())
     return cast(Any, model).to(device)
 
 
