@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dockyard import __version__
-from dockyard.cli import agents, convert, doctor, evaluate, rollout, serve, tasks, train
+from dockyard.cli import agents, convert, doctor, evaluate, export, rollout, serve, tasks, train
 from dockyard.cli.run_file import EXIT_STOPPED, split_overrides
 from dockyard.cli.terminal import configure_logging, say, show
 from dockyard.cli.train import RunTraining
@@ -31,6 +31,7 @@ _VERBS = {
     "rollout": rollout,
     "eval": evaluate,
     "convert": convert,
+    "export": export,
     "serve": serve,
     "tasks": tasks,
     "agents": agents,

@@ -31,12 +31,13 @@ def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
-def load_model(folder: Path, config: ModelConfig) -> Any:
-    """The causal language model in this folder, on its device."""
+def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False) -> Any:
+    """The causal language model in this folder, on its device. `as_stored` keeps the number format of its files."""
     device = resolve_device(config)
+    dtype = "auto" if as_stored else resolve_dtype(config, device)
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype(config, device))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except Exception as error:  # transformers raises whatever its parts raise; the folder is what the user can change
         raise DockyardError(
             f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",

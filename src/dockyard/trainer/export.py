@@ -1,0 +1,195 @@
+"""A trained policy as a folder that vLLM, transformers and the Hub take as it is: merged into its base, or alone.
+
+It says how the policy was prompted in training, and its chat template does the same wherever that is possible.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from dockyard import __version__
+from dockyard.config import ModelConfig, RunConfig
+from dockyard.engine.model_dir import find_model, hub_name
+from dockyard.engine.weights import load_model
+from dockyard.errors import DockyardError, UsageError
+from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.retention import keeping_thoughts
+from dockyard.gateway.render.template import TokenizerConfig, read_config, template_source
+from dockyard.run_dir import HeldoutScore, checkpoints_of, settings_file
+from dockyard.run_dir.durable import whole_folder
+from dockyard.settings import load_run_config
+from dockyard.trainer.model_card import model_card
+
+ABOUT = "dockyard.json"
+_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # of the base: all but its weights
+_OWN = ("config.json", "*.index.json")  # which the merged model has its own of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to export, and where to."""
+
+    run: Path
+    output: Path
+    step: int | None = None
+    """None takes the latest checkpoint."""
+    best: bool = False
+    adapter_only: bool = False
+    overwrite: bool = False
+    base: str | None = None
+    """The base model, if it is not where the run found it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The adapter to export."""
+
+    path: Path
+    step: int
+    score: HeldoutScore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model it was trained on."""
+
+    name: str
+    """On the Hub, else its folder's."""
+    folder: Path
+    config: ModelConfig
+
+
+def export(wanted: Wanted) -> Source:
+    """Write the folder, whole or not at all, and say what it was made of."""
+    if not settings_file(wanted.run).is_file():
+        raise UsageError(f"`{wanted.run}` holds no run", hint="`dockyard train RUN.toml` makes one")
+    config = load_run_config(settings_file(wanted.run), [])
+    source = find_best(wanted.run) if wanted.best else find_step(wanted.run, wanted.step)
+    check_output(wanted.output, overwrite=wanted.overwrite)
+    model = config.model.model_copy(update={"name": wanted.base or config.model.name, "device": "cpu"})
+    folder = find_model(model.name, weights=not wanted.adapter_only)
+    base = Base(name=hub_name(model.name) or folder.name, folder=folder, config=model)
+    if not wanted.adapter_only:
+        _check_space(folder, wanted.output)
+    with whole_folder(wanted.output.absolute()) as draft:
+        if wanted.adapter_only:
+            for name in _ADAPTER:
+                shutil.copy(source.path / name, draft)
+        else:
+            _merge(base, source, draft)
+        _describe(base, source, config, draft)
+    return source
+
+
+def find_step(run: Path, step: int | None) -> Source:
+    """The checkpoint of this step, by default the latest."""
+    found = {checkpoint.step: checkpoint for checkpoint in checkpoints_of(run).all()}
+    if not found:
+        hint = f"`dockyard train --resume {run}` continues it; `trainer.save_every` says how often it saves"
+        raise DockyardError(f"`{run}` has no checkpoint yet", hint=hint)
+    chosen = found.get(max(found) if step is None else step)
+    if chosen is None:
+        raise UsageError(f"`{run}` has no checkpoint of step {step}", hint=f"it has those of {_listed(list(found))}")
+    return Source(path=chosen.path, step=chosen.step)
+
+
+def find_best(run: Path) -> Source:
+    """The adapter that did best on held-out tasks."""
+    checkpoints = checkpoints_of(run)
+    score = checkpoints.best()
+    if score is None:
+        hint = "`--trainer.keep_best true --eval.every 10` keeps it; without `--best` the latest checkpoint is exported"
+        raise UsageError(f"`{run}` has kept no best checkpoint", hint=hint)
+    return Source(path=checkpoints.best_path, step=score.step, score=score)
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse to remove what is not ours, and what is ours unless asked to."""
+    if output.is_file():
+        raise UsageError(f"`{output}` is a file, not a folder", hint="choose another `--output`")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / ABOUT).is_file():
+        raise UsageError(f"`{output}` holds something else than an export", hint="choose another `--output`")
+    if not overwrite:
+        raise UsageError(f"`{output}` already holds an export", hint="`--overwrite` replaces it")
+
+
+def _check_space(folder: Path, output: Path) -> None:
+    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise DockyardError(
+            f"`{parent}` has {free >> 20} MB free; the merged model needs {needed >> 20} MB",
+            hint="choose an `--output` on another disk, or `--adapter-only`",
+        )
+
+
+def _merge(base: Base, source: Source, draft: Path) -> None:
+    """Everything that the base's folder has, with the adapter in the weights."""
+    for file in (file for pattern in _COPIED for file in base.folder.glob(pattern)):
+        if not any(file.match(own) for own in _OWN):
+            shutil.copy(file, draft)
+    model = load_model(base.folder, base.config, as_stored=True)
+    try:
+        merged: Any = PeftModel.from_pretrained(model, str(source.path)).merge_and_unload(safe_merge=True)
+    except Exception as error:  # whatever PEFT raises, one of the two folders is wrong
+        raise DockyardError(
+            f"the adapter in `{source.path}` does not go into `{base.folder}`: {str(error).splitlines()[0]}",
+            hint="`--step` takes another checkpoint, `--base` the model that the run was trained on",
+        ) from error
+    own_settings = draft / "generation_config.json"
+    kept = own_settings.read_bytes() if own_settings.exists() else None
+    merged.save_pretrained(draft)
+    if kept is not None:  # save_pretrained writes its own reading of it
+        own_settings.write_bytes(kept)
+
+
+def _describe(base: Base, source: Source, config: RunConfig, draft: Path) -> None:
+    tokenizer = read_config(base.folder / _TOKENIZER_CONFIG, TokenizerConfig)
+    original = template_source(base.folder, tokenizer)
+    template = keeping_thoughts(original, tokenizer.special_tokens())
+    if template not in (None, original):
+        _write_template(template or "", draft)
+    renderer = Renderer.load(base.folder, config.model.name)
+    rendering = renderer.rendering
+    about: dict[str, Any] = {
+        "base_model": base.name,
+        "step": source.step,
+        "heldout_reward": source.score.reward if source.score else None,
+        "agent": config.agent.name,
+        "temperature": config.sampling.temperature,
+        "thinking_retention": "all",
+        "chat_template_keeps_thoughts": template is not None,
+        "chat_template_changed": template not in (None, original),
+        "renderer": rendering.renderer,
+        "tool_calls": rendering.tool_calls,
+        "stop_tokens": rendering.stop_tokens,
+        "dockyard": __version__,
+    }
+    (draft / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    merged = not (draft / _ADAPTER[0]).exists()
+    on_hub = hub_name(base.config.name) is not None
+    (draft / "README.md").write_text(model_card(about, merged=merged, on_hub=on_hub, thinks=renderer.keeps_thoughts))
+
+
+def _write_template(template: str, draft: Path) -> None:
+    """The one place it is read from: a tokenizer's settings may have held the old one."""
+    (draft / _TEMPLATE).write_text(template, encoding="utf-8")
+    file = draft / _TOKENIZER_CONFIG
+    if file.exists():
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings.pop("chat_template", None)
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))
