@@ -182,6 +182,7 @@ class _Trackio:
     def __init__(self, project: str, run: RunDir, settings: dict[str, Any]) -> None:
         import trackio
 
+        self._finish = trackio.finish
         with redirect_stdout(sys.stderr):  # which it greets on; ours is for data
             self._run = trackio.init(
                 project,
@@ -198,4 +199,4 @@ class _Trackio:
 
     def finish(self, summary: Mapping[str, float], *, failed: bool) -> None:
         with redirect_stdout(sys.stderr):
-            self._run.finish()
+            self._finish()  # not the run's own: that would be finished once more, and said so, at exit
