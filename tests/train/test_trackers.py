@@ -103,8 +103,11 @@ def wandb_history(file: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_offline_holds_every_step_of_one_run_and_no_secret(tmp_path: Path):
+    import wandb
+
     check_trackers(TrackerConfig(wandb="project"))
     train_killed_and_resumed(tmp_path / "run", TrackerConfig(wandb="project"))
+    wandb.teardown()  # its service has written everything only when it has ended, as it does with the run's process
     files = sorted((tmp_path / "run/trackers/wandb").glob("offline-run-*/run-*.wandb"))
     run_id = (tmp_path / "run/trackers/id").read_text()
     assert {file.stem for file in files} == {f"run-{run_id}"}  # the same run, before and after

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from dockyard.config import RunConfig, TrackerConfig
@@ -151,7 +152,10 @@ class _Wandb:
             config=settings,
             settings=options,
         )
-        logger.info("W&B: %s", self._run.url or f"offline; `wandb sync {self._run.dir}` sends it")
+        if self._run.offline:
+            logger.info("W&B is offline; `wandb sync %s` sends the run", Path(self._run.dir).parent)
+        else:
+            logger.info("W&B: %s", self._run.url)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
