@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from dockyard.config import Config, RunConfig
+from dockyard.config import ALGORITHMS, Config, GRPOConfig, RunConfig
 from dockyard.errors import UsageError
 from dockyard.settings import anchored, changed_keys, load, load_run_config
 from dockyard.settings.problems import SettingsError, suggest
@@ -322,6 +322,16 @@ def test_the_resolved_settings_are_json_too():
         ("--engine.type=transformers", "--engine.api_key_env=KEY"),
         ("--engine.type=transformers", "--engine.retry_s=3"),
         ("--tasks.train=somewhere", "--eval.samples=3"),
+        ("--grpo.aggregation=token", "--grpo.constant_length=100"),
+        ("--grpo.correction=none", "--grpo.correction_cap=3"),
+        ("--grpo.correction=token", "--grpo.clip_high=0.3"),
+        ("--grpo.correction=sequence", "--grpo.ratio=sequence"),
+        ("--grpo.kl_coef=0", "--grpo.kl_type=k2"),
+        ("--grpo.algorithm=dapo", "--grpo.kl_type=k2"),
+        ("--grpo.overlong=mask", "--grpo.overlong_length=100"),
+        ("--grpo.overlong=keep", "--grpo.overlong_buffer=100"),
+        ("--grpo.dynamic_sampling=true", "--grpo.zero_variance=exclude"),
+        ("--grpo.dynamic_sampling=false", "--grpo.max_tries=5"),
     ],
 )
 def test_a_setting_that_another_makes_meaningless_is_refused(circumstance: str, ignored: str):
@@ -349,3 +359,41 @@ def test_a_server_needs_its_address_and_leaves_no_use_for_the_embedded_engines_s
 def test_a_servers_address_is_http_and_holds_no_password(url: str):
     with pytest.raises(UsageError, match=r"`--engine.url` on the command line is"):
         load_run_config(None, ["--tasks.source=demo", "--engine.type=vllm", f"--engine.url={url}"])
+
+
+def test_an_algorithm_sets_what_the_user_leaves_out_and_the_resolved_settings_say_so(tmp_path: Path):
+    gspo = load_run_config(None, ["--tasks.source=demo", "--grpo.algorithm=gspo"]).grpo
+    assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.aggregation) == ("sequence", 3e-4, 4e-4, "rollout")
+    toml = write(tmp_path / "run.toml", '[tasks]\nsource = "demo"\n[grpo]\nalgorithm = "dapo"\nkl_coef = 0.1\n')
+    dapo = load_run_config(toml, ["--grpo.aggregation=rollout"])
+    assert (dapo.grpo.kl_coef, dapo.grpo.aggregation, dapo.grpo.dynamic_sampling) == (0.1, "rollout", True)
+    assert reload(dapo, tmp_path) == dapo
+
+
+def test_every_algorithm_has_valid_settings_and_grpo_has_the_defaults():
+    for name in ALGORITHMS:
+        assert load_run_config(None, ["--tasks.source=demo", f"--grpo.algorithm={name}"]).grpo.algorithm == name
+    assert GRPOConfig(algorithm="grpo") == GRPOConfig()
+
+
+@pytest.mark.parametrize("value", ["5", '"gspo"', "{ algorithm = 3 }", '{ algorithm = ["gspo"] }'])
+def test_what_is_no_algorithm_is_explained(tmp_path: Path, value: str):
+    toml = write(tmp_path / "run.toml", f'grpo = {value}\n[tasks]\nsource = "demo"\n')
+    with pytest.raises(UsageError, match="`grpo"):
+        load_run_config(toml, [])
+
+
+def test_a_penalty_for_length_needs_a_length_longer_than_its_buffer():
+    words = ["--tasks.source=demo", "--grpo.overlong=penalty"]
+    with pytest.raises(UsageError, match="`grpo.overlong_length` is not set, and `grpo.overlong` is `penalty`"):
+        load_run_config(None, words)
+    with pytest.raises(UsageError, match="`grpo.overlong_buffer` is 200, more than `grpo.overlong_length`"):
+        load_run_config(None, [*words, "--grpo.overlong_length=100", "--grpo.overlong_buffer=200"])
+    assert load_run_config(None, [*words, "--grpo.overlong_length=100"]).grpo.overlong_buffer is None
+
+
+def test_recorded_rollouts_cannot_be_tried_again():
+    words = ["--tasks.source=recorded", "--tasks.dataset=job", "--grpo.algorithm=dapo"]
+    assert load_run_config(None, words).grpo.dynamic_sampling
+    with pytest.raises(UsageError, match="`grpo.max_tries` has no effect when `tasks.source` is `recorded`"):
+        load_run_config(None, [*words, "--grpo.max_tries=5"])

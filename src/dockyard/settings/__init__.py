@@ -186,11 +186,12 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def _ignored_by_the_loss(grpo: GRPOConfig) -> dict[str, tuple[bool, tuple[str, ...]]]:
     return {
         f"`grpo.aggregation` is `{grpo.aggregation}`": (grpo.aggregation != "constant", ("grpo.constant_length",)),
-        "`grpo.correction` is `none`": (grpo.correction == "none", ("grpo.correction_cap",)),
-        # The ratio is then to the present weights, and so 1.
+        # Corrected, the ratio is to the present weights, and so 1: there is nothing to clip.
         f"`grpo.correction` is `{grpo.correction}`": (
-            grpo.correction != "none",
-            ("grpo.ratio", "grpo.clip_low", "grpo.clip_high"),
+            True,
+            ("grpo.correction_cap",)
+            if grpo.correction == "none"
+            else ("grpo.ratio", "grpo.clip_low", "grpo.clip_high"),
         ),
         "`grpo.kl_coef` is 0": (grpo.kl_coef == 0, ("grpo.kl_type",)),
         f"`grpo.overlong` is `{grpo.overlong}`": (
