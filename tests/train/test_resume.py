@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from processes import Process, alive, descendants
 from tiny_policy import tiny_model_dir
+
+from dockyard.run_dir import RunDir, step_phase
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +55,11 @@ def settings(folder: Path) -> list[str]:
         "grpo.tasks_per_step": TASKS_PER_STEP,
         "trainer.lr": 0.01,
         "trainer.save_every": 2,
+        "trainer.schedule": "linear",
+        "trainer.warmup_steps": 1,
+        "trainer.keep_last": 1,
+        "trainer.keep_best": "true",
+        "eval.every": 2,
     }
     return [f"--{key}={value}" for key, value in values.items()]
 
@@ -91,7 +99,7 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
 
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
-    total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 2 * NUM_HELDOUT
+    total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 4 * NUM_HELDOUT  # before, after steps 2 and 4, after
     moments = sorted(rng.sample(range(1, total - 1), 3))
     for index, recorded in enumerate(moments):
         process = start([f"--resume={killed}"] if index else [*arguments, f"--run_dir={killed}"], log)
@@ -102,8 +110,44 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
 
     assert num_recorded(killed) == total  # nothing lost, nothing twice
     assert adapter(killed) == adapter(whole), f"seed {seed}, moments {moments}"
-    assert adapter(killed) != (whole / "checkpoints/step-00002/adapter_model.safetensors").read_bytes()
+    assert adapter(killed) != (whole / f"adapters/v{STEPS - 1:05}/adapter_model.safetensors").read_bytes()
+    for run in (whole, killed):
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {"best", f"step-{STEPS:05}"}
+    for name in ("score.json", "adapter_model.safetensors"):
+        assert (killed / "checkpoints/best" / name).read_bytes() == (whole / "checkpoints/best" / name).read_bytes()
     for name in ("summary.json", "metrics.jsonl", "reward.png"):
         assert (killed / name).exists()
     steps = [line.split(b",")[0] for line in (killed / "metrics.jsonl").read_bytes().splitlines()]
     assert steps == [f'{{"step": {step}'.encode() for step in range(STEPS)]
+
+
+def oldest(path: Path) -> int:
+    """How many updates old the weights behind any token of the run were."""
+    with RunDir.resume(path) as run:
+        return max(
+            step - int(segment.versions[segment.sampled].min())
+            for step in range(STEPS)
+            for item in run.read_rollouts(step_phase(step))
+            for segment in item.rollout.segments
+            if segment.versions is not None and segment.sampled.any()
+        )
+
+
+def test_a_run_killed_while_rollouts_were_early_ends_with_the_bits_its_rollouts_give_in_one_go(tmp_path: Path):
+    """Which weights are behind a token depends on timing here, so the run never killed learns from the same tokens."""
+    arguments, log = [*settings(tmp_path), "--rollout.max_staleness=1"], tmp_path / "log"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    seed = random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 4 * NUM_HELDOUT
+    moment = rng.randrange(NUM_HELDOUT + TASKS_PER_STEP * GROUP_SIZE, total - NUM_HELDOUT)
+    process = start([*arguments, f"--run_dir={killed}"], log)
+    kill_after(process, killed, moment, delay_s=rng.uniform(0, 0.2))
+    assert start([f"--resume={killed}"], log).wait() == 0, f"seed {seed}: {log.read_text()}"
+    assert num_recorded(killed) == total
+    assert oldest(killed) <= 1
+
+    shutil.copytree(killed, whole, ignore=shutil.ignore_patterns("checkpoints", "adapters", "metrics.jsonl"))
+    assert start([f"--resume={whole}"], log).wait() == 0, log.read_text()
+    assert num_recorded(whole) == total  # nothing was made anew
+    assert adapter(killed) == adapter(whole), f"seed {seed}, moment {moment}"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, RunDir, step_phase
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.run_dir.durable import append_line, read_lines
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.settings.text import settings_by_key
@@ -153,7 +153,7 @@ def test_a_broken_line_among_whole_ones_is_named(tmp_path: Path):
             run.read_rollouts(step_phase(0))
 
 
-@pytest.mark.parametrize("phase", ["step-3", "eval-middle", "eval-../x", "step-../x"])
+@pytest.mark.parametrize("phase", ["step-3", "eval-3", "eval-middle", "eval-../x", "step-../x"])
 def test_a_phase_that_is_none_is_refused(tmp_path: Path, phase: str):
     with RunDir.create(tmp_path / "run", CONFIG) as run, pytest.raises(ValueError):  # noqa: PT011
         run.write_rollout(phase, a_rollout())
@@ -264,6 +264,75 @@ def test_the_latest_checkpoint_is_by_number(tmp_path: Path):
         latest = run.latest_checkpoint()
         assert latest
         assert latest.step == 100_000
+
+
+def write_checkpoints(run: RunDir, *steps: int) -> None:
+    for step in steps:
+        with run.new_checkpoint(step) as folder:
+            (folder / "adapter").write_text(str(step))
+
+
+@pytest.mark.parametrize(("count", "left"), [(0, [2, 4, 10]), (1, [10]), (2, [4, 10]), (9, [2, 4, 10])])
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path, count: int, left: list[int]):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        write_checkpoints(run, 2, 4, 10)
+        run.checkpoints.keep_last(count)
+        assert [checkpoint.step for checkpoint in run.checkpoints.all()] == left
+        assert len(list((run.path / "checkpoints").iterdir())) == len(left)
+
+
+def test_a_checkpoint_that_was_half_removed_is_none(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        write_checkpoints(run, 2, 4)
+    (tmp_path / "run/checkpoints/step-00002").rename(tmp_path / "run/checkpoints/.step-00002.draft")  # as removal does
+    with RunDir.resume(tmp_path / "run") as run:
+        assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-00004"]
+
+
+def test_the_best_adapter_is_kept_with_its_score_whatever_happens_to_checkpoints(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        write_checkpoints(run, 2, 4, 6, 8)
+        kept = [
+            run.checkpoints.keep_best(checkpoint.path, HeldoutScore(step=checkpoint.step, reward=reward, error=0.1))
+            for checkpoint, reward in zip(run.checkpoints.all(), [0.25, 0.75, 0.5, 0.75], strict=True)
+        ]
+        assert kept == [True, True, False, False]  # of equals the first
+        run.checkpoints.keep_last(1)
+    with RunDir.resume(tmp_path / "run") as run:
+        assert run.checkpoints.best() == HeldoutScore(step=4, reward=0.75, error=0.1)
+        assert (run.checkpoints.best_path / "adapter").read_text() == "4"
+        latest = run.latest_checkpoint()
+        assert latest
+        assert latest.step == 8
+
+
+def test_a_best_adapter_that_does_not_fit_the_disk_leaves_the_one_before(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        write_checkpoints(run, 2)
+        run.checkpoints.keep_best(run.checkpoints.all()[0].path, HeldoutScore(step=2, reward=0.5, error=0.0))
+        with pytest.raises(FileNotFoundError):  # any failure in the middle
+            run.checkpoints.keep_best(tmp_path / "gone", HeldoutScore(step=4, reward=0.75, error=0.0))
+        best = run.checkpoints.best()
+        assert best
+        assert best.step == 2
+        assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["best", "step-00002"]
+
+
+def test_evaluations_during_training_have_a_phase_of_their_own(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        run.write_rollout(eval_phase(10), a_rollout())
+        assert [one.step for one in run.read_rollouts(eval_phase(10))] == [None]
+    assert (tmp_path / "run/rollouts/eval-00010.jsonl").exists()
+
+
+def test_trackers_know_a_run_by_the_same_name_after_it_was_moved(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", CONFIG) as run:
+        name = run.tracker_id
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with RunDir.resume(tmp_path / "moved") as run:
+        assert run.tracker_id == name
+    with RunDir.create(tmp_path / "moved", CONFIG, overwrite=True) as run:
+        assert run.tracker_id != name
 
 
 def test_leftovers_of_torn_writes_are_removed_on_resume(tmp_path: Path):
