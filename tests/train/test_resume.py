@@ -65,7 +65,8 @@ def settings(folder: Path) -> list[str]:
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("ab") as out:
         return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
 
