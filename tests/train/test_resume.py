@@ -77,7 +77,7 @@ def num_recorded(run: Path) -> int:
 
 def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
     """Returns what it had started and what should have ended with it."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while num_recorded(run) < recorded:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ from typing import Any
 
 from dockyard.rollout.pool import failure_counts
 from dockyard.rollout.statistics import gateway_line, gateway_metrics
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase
 from dockyard.types import Rollout
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -51,7 +51,10 @@ def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
     """The run's summary from its records, written to its folder."""
     trained = [rollout for step in range(run.config.steps) for rollout in _rollouts(run, step_phase(step))]
     before, after = score(_rollouts(run, EVAL_BEFORE)), score(_rollouts(run, EVAL_AFTER))
-    everything = [*trained, *_rollouts(run, EVAL_BEFORE), *_rollouts(run, EVAL_AFTER)]
+    metrics = run.read_metrics()
+    during = {int(line["step"] or 0) + 1: line["reward/heldout"] for line in metrics if "reward/heldout" in line}
+    evaluations = (EVAL_BEFORE, *map(eval_phase, during), EVAL_AFTER)
+    everything = [*trained, *(rollout for phase in evaluations for rollout in _rollouts(run, phase))]
     summary = {
         "eval_before": before and before.mean,
         "eval_after": after and after.mean,
@@ -59,10 +62,11 @@ def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
         "eval_after_error": after and after.error,
         "eval_before_kinds": before and before.kinds,
         "eval_after_kinds": after and after.kinds,
+        "eval_during": during,
         "eval_tasks": before.tasks if before else 0,
         "steps": run.config.steps,
         "seed": run.config.seed,
-        "rewards": [metrics.get("reward/mean") for metrics in run.read_metrics()],
+        "rewards": [line.get("reward/mean") for line in metrics],
         "rollouts": len(everything),
         "sampled_tokens": sum(rollout.num_sampled for rollout in everything),
         "failures": failure_counts(everything),
@@ -130,6 +134,7 @@ def _closing(run: RunDir, summary: dict[str, Any]) -> str:
             f"reward curve: {run.curve}",
             "",
             "next:",
+            f"  dockyard export {run.path} --output DIR",
             "  dockyard doctor                                  what this machine can run",
             "  dockyard train --help                            every setting",
             "  dockyard tasks demo DIR                          the demo's tasks as folders, to look at or change",
@@ -162,6 +167,8 @@ def draw_curve(summary: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6, 4), dpi=150)
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o", label="training rollouts")
+    if summary["eval_during"]:
+        axes.plot(*zip(*summary["eval_during"].items(), strict=True), "s--", label="held-out, during")
     for name, x in (("before", 0), ("after", len(rewards) + 1)):
         if summary[f"eval_{name}"] is not None:
             error = summary[f"eval_{name}_error"]
