@@ -54,7 +54,7 @@ def test_packed_rows_with_shared_prefixes_give_the_logprobs_of_the_sequences_one
     assert len(rows) == {1: 4, 30: 2, 10_000: 1}[max_tokens]
     packed = sorted(value for row in rows for value in policy.logprobs(row).tolist())
     plain = sorted(value for example in examples for value in plain_logprobs(policy, example).tolist())
-    assert packed == pytest.approx(plain, abs=1e-5)
+    assert packed == pytest.approx(plain, abs=3e-5)
 
 
 def test_packed_gradients_equal_those_of_the_sequences_one_by_one():

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from dockyard.config import GRPOConfig, TrainerConfig
 from dockyard.engine.weights import share_weights
+from dockyard.errors import DockyardError
 from dockyard.rl.examples import examples_of
 from dockyard.rl.loss import Batch, batch_loss, mismatch_kl
 from dockyard.rl.pack import Row, pack
 from dockyard.trainer import checkpoint
+from dockyard.trainer.network import Network
 from dockyard.types import Group
+
+_MEMORY_TRIES = 4
 
 
 class Policy:
@@ -40,18 +42,20 @@ class Policy:
         anchored: bool = False,
     ) -> None:
         torch.manual_seed(seed)
-        lora = LoraConfig(
-            r=trainer.lora_r, lora_alpha=trainer.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        self.model: Any = get_peft_model(base, lora)
+        self._network = Network(base, trainer)
+        self.model = self._network.model
         self.version = 0
         self._config = trainer
         self._grpo = grpo
         self._temperature = temperature
         self._anchored = anchored
-        self._trained: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        self._trained = self._network.trained
         self._optimizer = torch.optim.AdamW(
-            self._trained, lr=trainer.lr, betas=(0.9, trainer.adam_beta2), weight_decay=trainer.weight_decay
+            self._trained,
+            lr=trainer.lr,
+            betas=(0.9, trainer.adam_beta2),
+            weight_decay=trainer.weight_decay,
+            fused=self.model.device.type == "cuda",
         )
 
     def serving_model(self) -> Any:
@@ -62,11 +66,16 @@ class Policy:
         """One optimiser step on these groups, the learning rate as far along as `version` is of `num_steps`."""
         examples = examples_of(groups, self._grpo, with_idle=self._grpo.kl_coef > 0)
         rows = pack(examples, self._config.micro_batch_tokens)
-        lr = learning_rate(self._config, self.version, num_steps)
+        metrics = self.train_on(rows, learning_rate(self._config, self.version, num_steps))
+        self.version += 1
+        return metrics
+
+    def train_on(self, rows: Sequence[Row], lr: float) -> dict[str, float]:
+        """One optimiser step on these rows."""
         self._optimizer.zero_grad()
         totals = _Totals()
         for row in rows:
-            self._accumulate(row, totals)
+            self._within_memory(row, totals)
         metrics = totals.metrics() | {
             "train/lr": lr,
             "train/packed_tokens": float(sum(len(row.token_ids) for row in rows)),
@@ -74,7 +83,6 @@ class Policy:
         if rows:
             metrics["train/grad_norm"] = self._step(lr)
             metrics["train/skipped"] = float(not math.isfinite(metrics["train/grad_norm"]))
-        self.version += 1
         return metrics
 
     def _step(self, lr: float) -> float:
@@ -85,12 +93,28 @@ class Policy:
             self._optimizer.step()
         return norm
 
+    def _within_memory(self, row: Row, totals: "_Totals") -> None:
+        """A row that does not fit is tried again with less kept of its forward pass; nothing of it is counted twice."""
+        for _ in range(_MEMORY_TRIES):
+            try:
+                return self._accumulate(row, totals)
+            except torch.OutOfMemoryError:
+                pass  # what it had made goes with the error, so only now is there room
+            if not self._network.save_memory():
+                break
+        raise DockyardError(
+            f"a row of {len(row.token_ids):,} tokens does not fit the GPU's memory",
+            hint="lower `--trainer.micro_batch_tokens`, or give the engine less memory",
+        )
+
     def _accumulate(self, row: Row, totals: "_Totals") -> None:
         """Add one row's part of the loss to the gradients."""
         self.model.train()
-        batch = self._batch(row)
+        scores = self._network.scores(row, self._temperature)
+        batch = self._batch(row, scores.logprobs_N)
         loss = batch_loss(batch, self._grpo)
-        loss.total.backward()
+        for parameter, grad in zip(self._trained, torch.autograd.grad(loss.total, self._trained), strict=True):
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         totals.add(
             loss=loss.total.detach(),
             clipped=loss.clipped_N.sum(),
@@ -98,18 +122,21 @@ class Policy:
             mismatch=(batch.logprobs_N.detach() - batch.recorded_N).abs().sum(),
             mismatch_kl=mismatch_kl(batch).sum(),
             logprob=batch.logprobs_N.detach().sum(),
+            entropy=scores.entropy_N.sum(),
+            likeliest=scores.likeliest_N.sum(),
             tokens=len(row.targets),
         )
 
-    def _batch(self, row: Row) -> Batch:
+    def _batch(self, row: Row, logprobs_N: Tensor) -> Batch:
         """A row's trained tokens under the weights that the loss compares."""
         device = self.model.device
-        logprobs_N = self.logprobs(row)
         present_N = logprobs_N.detach()
         recorded_N = torch.from_numpy(row.old_logprobs).to(device)
         unknown_N = recorded_N.isnan()
         anchored = self._anchored and bool(unknown_N.any())
-        reference_N = self._reference(row) if anchored or self._grpo.kl_coef > 0 else None
+        reference_N = None
+        if anchored or self._grpo.kl_coef > 0:
+            reference_N = self._network.reference(row, self._temperature)
         drawn_N = torch.where(unknown_N, present_N if reference_N is None or not anchored else reference_N, recorded_N)
         return Batch(
             logprobs_N=logprobs_N,
@@ -121,27 +148,9 @@ class Policy:
             segments_N=torch.from_numpy(row.segments).long().to(device),
         )
 
-    def _reference(self, row: Row) -> Tensor:
-        with torch.no_grad(), self.model.disable_adapter():
-            return self.logprobs(row)
-
     def logprobs(self, row: Row) -> Tensor:
         """Of a row's trained tokens, under the temperature they were sampled with."""
-        device = self.model.device
-        index_T = torch.arange(len(row.token_ids), device=device)
-        ends_T = torch.from_numpy(row.ends).to(device)
-        visible_TT = (index_T <= index_T[:, None]) & (index_T[:, None] < ends_T)
-        sources, inverse = np.unique(row.sources, return_inverse=True)
-        logits_SV = self.model(
-            input_ids=torch.from_numpy(row.token_ids).long().to(device)[None],
-            attention_mask=visible_TT[None, None],
-            position_ids=torch.from_numpy(row.positions).long().to(device)[None],
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(sources).long().to(device),
-        ).logits[0]
-        logprobs_SV = torch.log_softmax(logits_SV.float() / self._temperature, dim=-1)
-        targets_N = torch.from_numpy(row.targets).long().to(device)
-        return logprobs_SV[torch.from_numpy(inverse).to(device), targets_N]
+        return self._network.scores(row, self._temperature).logprobs_N
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as PEFT, vLLM and the Hub read it."""
@@ -164,26 +173,30 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
 
 
 class _Totals:
-    """Sums over the rows of one update."""
+    """Sums over the rows of one update, read from the device once."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, Tensor | float] = {}
 
-    def add(self, **values: Tensor | int) -> None:
+    def add(self, **values: Tensor | float) -> None:
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+            exact = value.double() if isinstance(value, Tensor) else value
+            self._sums[name] = self._sums.get(name, 0.0) + exact
 
     def metrics(self) -> dict[str, float]:
-        tokens = self._sums.get("tokens", 0.0)
+        sums = {name: float(value) for name, value in self._sums.items()}
+        tokens = sums.get("tokens", 0.0)
         per_token = {
             "train/clip_fraction": "clipped",
             "train/kl": "kl",
             "train/logprob_mismatch": "mismatch",
             "train/mismatch_kl": "mismatch_kl",
             "train/mean_logprob": "logprob",
+            "train/entropy": "entropy",
+            "train/likeliest": "likeliest",
         }
         return {
-            "train/loss": self._sums.get("loss", 0.0),
+            "train/loss": sums.get("loss", 0.0),
             "train/tokens": tokens,
-            **{name: self._sums[key] / tokens for name, key in per_token.items() if tokens},
+            **{name: sums[key] / tokens for name, key in per_token.items() if tokens},
         }

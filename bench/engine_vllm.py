@@ -1,7 +1,7 @@
 """The gateway in front of a real vLLM server: is it exact, and what does it cost?
 
-    python bench/vllm.py [MODEL] --python PYTHON_WITH_VLLM      starts a server of its own
-    python bench/vllm.py [MODEL] --url http://localhost:8000    uses one that runs
+    python bench/engine_vllm.py [MODEL] --python PYTHON_WITH_VLLM      starts a server of its own
+    python bench/engine_vllm.py [MODEL] --url http://localhost:8000    uses one that runs
 
 Exactness: logprobs of recorded segments against the training forward pass, before and after an adapter was published
 in the middle of the rollouts. Speed: sampled tokens per second of rollouts with tools through the gateway, against

@@ -1,0 +1,405 @@
+"""One GRPO update on one GPU: Dockyard against TRL and against plain transformers + PEFT, on the same tokens.
+
+A 7B policy (Qwen2.5-7B's shape, random weights), LoRA r=16, bf16. Old logprobs are given on all sides; the pass that
+makes reference logprobs has a column of its own. MFU counts 4 N T for the weights (N without the input embeddings) and
+7 T^2 d L for causal attention, whatever is computed twice, of 790 TFLOP/s, which is what an H200 gives matrix products.
+
+    python bench/update.py [--lengths 4096,16384] [--systems ours,trl,plain] [--parts lengths,shared,gradients,moe]
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dockyard.config import GRPOConfig, TrainerConfig
+from dockyard.rl.pack import Example, pack
+from dockyard.trainer.policy import Policy
+
+PEAK_FLOPS = 790e12
+SIZES = {
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+    "tiny": {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 28},
+}
+PREFIX, OWN, GROUP = 17_408, 6_144, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the table."""
+
+    system: str
+    what: str
+    tokens: int
+    """As agents saw them: a prefix that is shared counts for everybody who has it."""
+    seconds: float | None
+    """None: it did not fit."""
+    mfu: float | None = None
+    peak_gib: float | None = None
+    reference_s: float | None = None
+
+    def line(self) -> str:
+        if self.seconds is None:
+            return f"| {self.what} | {self.system} | does not fit | | | | |"
+        cells = (
+            f"{self.seconds:.2f}",
+            f"{self.tokens / self.seconds:,.0f}",
+            f"{self.mfu:.1%}" if self.mfu is not None else "",
+            f"{self.peak_gib:.0f}" if self.peak_gib is not None else "",
+            f"{self.reference_s:.2f}" if self.reference_s is not None else "",
+        )
+        return f"| {self.what} | {self.system} | {' | '.join(cells)} |"
+
+
+def random_model(config: Any, kind: Any, device: str) -> Any:
+    """Made where it will run; the numbers do not matter, but they are not degenerate."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            model = kind._from_config(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.requires_grad_(False)
+
+
+def policy_model(size: str, device: str) -> Any:
+    config = Qwen2Config(
+        vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, rope_theta=1e6, **SIZES[size]
+    )
+    return random_model(config, Qwen2ForCausalLM, device)
+
+
+def flops(model: Any, lengths: list[int]) -> float:
+    config = model.config
+    embedded = model.get_input_embeddings().weight.numel()
+    weights = sum(p.numel() for name, p in model.named_parameters() if "lora" not in name) - embedded
+    attention = 7 * config.hidden_size * config.num_hidden_layers
+    return float(sum(4 * weights * length + attention * length**2 for length in lengths))
+
+
+def example(rng: np.random.Generator, prompt: np.ndarray, num_own: int) -> Example:
+    ids = np.concatenate([prompt, rng.integers(0, 150_000, num_own)]).astype(np.int32)
+    targets = np.arange(len(prompt), len(ids), dtype=np.int32)
+    old = rng.normal(-12, 0.1, len(targets)).astype(np.float32)
+    return Example(token_ids=ids, targets=targets, old_logprobs=old, advantage=1.0, weight=1 / num_own)
+
+
+def timed(work: Callable[[], Any], repeats: int, device: str) -> tuple[float, float] | None:
+    """Seconds and the most memory, after a first time that compiles, unless once will do; None if it does not fit."""
+    try:
+        if repeats > 1:
+            work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / repeats
+        return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    except torch.OutOfMemoryError:
+        return None
+
+
+class Ours:
+    """The trainer as a run uses it."""
+
+    name = "dockyard"
+
+    def __init__(self, base: Any) -> None:
+        trainer = TrainerConfig(lr=1e-5, lora_r=16, lora_alpha=32)
+        self.policy = Policy(base, trainer, GRPOConfig(kl_coef=0), temperature=1.0, seed=0)
+
+    def update(self, examples: list[Example], *, shared: bool = True) -> None:
+        """Rows, loss, gradients and the optimiser's step."""
+        longest = max(len(item.token_ids) for item in examples)
+        rows = pack(examples, 10**6) if shared else [row for item in examples for row in pack([item], longest)]
+        self.policy.train_on(rows, lr=1e-5)
+
+    def reference(self, examples: list[Example]) -> None:
+        for item in examples:
+            [row] = pack([item], 10**6)
+            self.policy._network.reference(row, 1.0)
+
+    def close(self) -> None:
+        self.policy.model.unload()
+
+
+class Plain:
+    """What one writes first: PEFT as it comes, one sequence at a time, activation checkpointing, all logits."""
+
+    name = "transformers + PEFT"
+
+    def __init__(self, base: Any) -> None:
+        base.set_attn_implementation("sdpa")
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model: Any = get_peft_model(base, config)
+        self.model.gradient_checkpointing_enable()
+        self.model.enable_input_require_grads()
+        self.model.train()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
+
+    def logprobs(self, item: Example) -> torch.Tensor:
+        ids = torch.from_numpy(item.token_ids).long().to(self.model.device)
+        logits = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=len(item.targets) + 1).logits[0, :-1]
+        return torch.log_softmax(logits.float(), -1).gather(1, ids[item.targets][:, None])[:, 0]
+
+    def update(self, examples: list[Example]) -> None:
+        self.optimizer.zero_grad()
+        for item in examples:
+            logprobs = self.logprobs(item)
+            ratio = (logprobs - torch.from_numpy(item.old_logprobs).to(logprobs.device)).exp()
+            loss = torch.maximum(-ratio * item.advantage, -ratio.clamp(0.8, 1.28) * item.advantage).sum() * item.weight
+            loss.backward()
+        self.optimizer.step()
+
+    def reference(self, examples: list[Example]) -> None:
+        with torch.no_grad(), self.model.disable_adapter():
+            for item in examples:
+                self.logprobs(item)
+
+    def close(self) -> None:
+        self.model.gradient_checkpointing_disable()
+        self.model.unload()
+
+
+class Trl:
+    """Its GRPOTrainer's own loss with its defaults, on batches as its loop would make them of these sequences."""
+
+    name = "TRL"
+
+    def __init__(self, base: Any) -> None:
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+        from trl import GRPOConfig as TrlConfig
+        from trl import GRPOTrainer
+
+        base.set_attn_implementation("sdpa")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
+            pad_token="<pad>",
+            eos_token="<eos>",
+        )
+        on_gpu = base.device.type == "cuda"
+        settings = TrlConfig(
+            output_dir=mkdtemp(), per_device_train_batch_size=1, num_generations=2, generation_batch_size=2,
+            report_to="none", bf16=on_gpu, use_cpu=not on_gpu, beta=0.0,
+        )  # fmt: skip
+        self.trainer: Any = GRPOTrainer(
+            model=base,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=settings,
+            train_dataset=Dataset.from_list([{"prompt": "a"}]),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        self.model: Any = self.trainer.model
+        self.model.gradient_checkpointing_enable()
+        self.model.enable_input_require_grads()
+        self.model.train()
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
+
+    def _inputs(self, item: Example) -> dict[str, torch.Tensor]:
+        device = self.model.device
+        ids = torch.from_numpy(item.token_ids).long().to(device)[None]
+        num = len(item.targets)
+        return {
+            "prompt_ids": ids[:, :-num],
+            "prompt_mask": torch.ones_like(ids[:, :-num]),
+            "completion_ids": ids[:, -num:],
+            "completion_mask": torch.ones_like(ids[:, -num:]),
+            "advantages": torch.tensor([item.advantage], device=device),
+            "old_per_token_logps": torch.from_numpy(item.old_logprobs).to(device)[None],
+            "num_items_in_batch": torch.tensor(float(num), device=device),
+        }
+
+    def update(self, examples: list[Example]) -> None:
+        self.optimizer.zero_grad()
+        for item in examples:
+            with self.trainer.compute_loss_context_manager():
+                loss = self.trainer._compute_loss(self.model, self._inputs(item))
+            loss.backward()
+        self.optimizer.step()
+
+    def reference(self, examples: list[Example]) -> None:
+        for item in examples:
+            ids = torch.from_numpy(item.token_ids).long().to(self.model.device)[None]
+            with torch.no_grad(), self.model.disable_adapter(), self.trainer.compute_loss_context_manager():
+                self.trainer._get_per_token_logps_and_entropies(
+                    self.model, ids, torch.ones_like(ids), len(item.targets)
+                )
+
+    def close(self) -> None:
+        self.model.gradient_checkpointing_disable()
+        self.model.unload()
+        self.trainer.model = self.trainer.model_wrapped = None
+
+
+SYSTEMS: dict[str, Any] = {"ours": Ours, "trl": Trl, "plain": Plain}
+
+
+def free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Table:
+    """Prints each line when it is known, and keeps them in a file."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out, self._figures = out, list[Figure]()
+        print("| tokens | system | s | tokens/s | MFU | peak GiB | reference pass s |\n|---|---|---|---|---|---|---|")
+
+    def add(self, figure: Figure) -> None:
+        print(figure.line(), flush=True)
+        self._figures.append(figure)
+        if self._out:
+            self._out.write_text(json.dumps([asdict(item) for item in self._figures], indent=1))
+
+
+def measure_lengths(base: Any, name: str, lengths: list[int], table: Table, device: str) -> None:
+    """A quarter of each sequence is prompt, the rest sampled."""
+    system = SYSTEMS[name](base)
+    for length in lengths:
+        rng = np.random.default_rng(length)
+        work = [example(rng, rng.integers(0, 150_000, length // 4), length - length // 4)]
+        found = timed(lambda work=work: system.update(work), 2 if length < 65_536 else 1, device)  # long ones: no noise
+        passed = timed(lambda work=work: system.reference(work), 1, device) if found else None
+        seconds, peak = found or (None, None)
+        table.add(
+            Figure(
+                system=system.name,
+                what=f"{length:,}",
+                tokens=length,
+                seconds=seconds,
+                mfu=flops(base, [length]) / seconds / PEAK_FLOPS if seconds else None,
+                peak_gib=peak,
+                reference_s=passed[0] if passed else None,
+            )
+        )
+        free(device)
+    system.close()
+    free(device)
+
+
+def measure_group(base: Any, names: list[str], table: Table, device: str, scale: int) -> None:
+    """Eight rollouts that begin with the same tokens, as agents' do."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 150_000, PREFIX // scale)
+    group = [example(rng, prompt, OWN // scale) for _ in range(GROUP)]
+    lengths = [len(item.token_ids) for item in group]
+    what = f"{GROUP} x ({PREFIX // scale:,} + {OWN // scale:,})"
+    for name in names:
+        system = SYSTEMS[name](base)
+        ways = {"": {}} if name != "ours" else {", shared": {"shared": True}, ", not shared": {"shared": False}}
+        for way, options in ways.items():
+            found = timed(
+                lambda system=system, options=options: system.update(group, **options),
+                1 if name == "trl" else 2,
+                device,
+            )
+            seconds, peak = found or (None, None)
+            figure = Figure(system=system.name + way, what=what, tokens=sum(lengths), seconds=seconds, peak_gib=peak)
+            table.add(figure)
+            free(device)
+        system.close()
+        free(device)
+
+
+def measure_gradients(device: str, tiny: bool) -> None:
+    """How far the group's gradients are from those in float32, one sequence at a time, of the same two layers."""
+    scale = 64 if tiny else 1
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 150_000, PREFIX // scale)
+    group = [example(rng, prompt, OWN // scale) for _ in range(GROUP)]
+    exact: Any = None
+    print("| gradients | distance from float32 | cosine |\n|---|---|---|")
+    for name, system_of, dtype, options in (
+        ("transformers + PEFT, float32", Plain, torch.float32, {}),
+        ("transformers + PEFT, bfloat16", Plain, torch.bfloat16, {}),
+        ("dockyard, not shared, bfloat16", Ours, torch.bfloat16, {"shared": False}),
+        ("dockyard, shared, bfloat16", Ours, torch.bfloat16, {"shared": True}),
+    ):
+        torch.manual_seed(0)
+        shape = SIZES["tiny" if tiny else "7b"] | {"num_hidden_layers": 2}
+        config = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, **shape)
+        system = system_of(Qwen2ForCausalLM(config).requires_grad_(False).to(device, dtype))
+        model = system.policy.model if isinstance(system, Ours) else system.model
+        torch.manual_seed(1)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.copy_(torch.randn(parameter.shape) * 0.02)
+        system.update(group, **options)
+        grads = torch.cat([parameter.grad.double().flatten() for parameter in trained])
+        exact = grads if exact is None else exact
+        distance = float((grads / grads.norm() - exact / exact.norm()).norm())
+        cosine = float(torch.nn.functional.cosine_similarity(grads, exact, dim=0))
+        print(f"| {name} | {distance:.5f} | {cosine:.6f} |", flush=True)
+        del system, model, trained
+        free(device)
+
+
+def measure_moe(table: Table, device: str, tiny: bool) -> None:
+    """Qwen3-Coder-30B-A3B's shape."""
+    shape = (
+        {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        if not tiny else
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    )  # fmt: skip
+    config = Qwen3MoeConfig(vocab_size=151_936, max_position_embeddings=262_144, rope_theta=1e7, **shape)
+    base = random_model(config, Qwen3MoeForCausalLM, device)
+    length = 16_384 if not tiny else 64
+    rng = np.random.default_rng(0)
+    work = [example(rng, rng.integers(0, 150_000, length // 4), length - length // 4)]
+    system = Ours(base)
+    found = timed(lambda: system.update(work), 2, device)
+    seconds, peak = found or (None, None)
+    table.add(Figure(system="dockyard", what=f"30B-A3B, {length:,}", tokens=length, seconds=seconds, peak_gib=peak))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="4096,16384,32768,65536,131072")
+    parser.add_argument("--systems", default="ours,trl,plain")
+    parser.add_argument("--parts", default="lengths,shared,gradients,moe")
+    parser.add_argument("--size", default="7b", choices=list(SIZES), help="`tiny` shows on a CPU that it runs")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = arguments.systems.split(",")
+    table = Table(arguments.out)
+    if "lengths" in arguments.parts or "shared" in arguments.parts:
+        base = policy_model(arguments.size, device)
+        for name in names if "lengths" in arguments.parts else []:
+            measure_lengths(base, name, [int(length) for length in arguments.lengths.split(",")], table, device)
+        if "shared" in arguments.parts:
+            measure_group(base, names, table, device, 1 if arguments.size == "7b" else 64)
+        del base
+        free(device)
+    if "gradients" in arguments.parts:
+        measure_gradients(device, tiny=arguments.size == "tiny")
+    if "moe" in arguments.parts:
+        measure_moe(table, device, tiny=arguments.size == "tiny")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Attention of a packed row, put together from blocks that ordinary attention kernels know.
+
+A row is a trie in depth-first order (`rl/pack.py`). A run of tokens without a branching sees itself causally, and all
+that begins with it sees it whole: a triangle and a rectangle. What a token gets from several blocks is joined by their
+log-sum-exps, and the gradient of each block is the kernel's own, taken at the joined output. Nothing is approximated.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from dockyard.types import IntArray
+
+NAME = "dockyard_rows"
+"""Under which transformers knows it."""
+_SQUARE = 2048
+"""Tokens of a triangle from which cuDNN's plans pay."""
+_RECTANGLE = 8192**2
+"""Scores of a rectangle, likewise: its shapes hardly ever come twice."""
+
+
+def blocks_of(positions: IntArray, ends: IntArray) -> IntArray:
+    """A row's blocks as `[query start, query stop, key start, key stop]`, each run's triangle before its rectangle."""
+    goes_on = (positions[1:] == positions[:-1] + 1) & (ends[1:] == ends[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1]).astype(np.int64)
+    stops = np.append(starts[1:], len(positions))
+    blocks: list[tuple[int, int, int, int]] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        blocks.append((start, stop, start, stop))
+        if ends[start] > stop:
+            blocks.append((stop, int(ends[start]), start, stop))
+    return np.array(blocks, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one block gives its queries."""
+
+    out_QHD: Tensor
+    lse_HQ: Tensor
+
+
+class Kernel(Protocol):
+    """Attention of queries to keys of one sequence, with the log-sum-exp of their scores; causal where it is square."""
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part: ...
+
+    def backward(
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+_aten: Any = torch.ops.aten
+
+
+def _heads_first(x_THD: Tensor) -> Tensor:
+    return x_THD.transpose(0, 1)[None]
+
+
+def _tokens_first(x_1HTD: Tensor) -> Tensor:
+    return x_1HTD[0].transpose(0, 1)
+
+
+class CuDNN:
+    """The fastest on Hopper. It makes a plan for each shape, in 0.1 s, so that shapes are rounded up to a few.
+
+    Queries past the end come to nothing; keys past the end are seen by them alone.
+    """
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+        num, spare = len(q_QHD), rounded_up(len(q_QHD)) - len(q_QHD)
+        q, k, v = (_heads_first(_longer(x, spare if causal or x is q_QHD else 0)) for x in (q_QHD, k_KGD, v_KGD))
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+        return Part(_tokens_first(out)[:num], lse[0, :, :num, 0])
+
+    def backward(
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spare = rounded_up(len(q_QHD)) - len(q_QHD)
+        grad, q, out = (_heads_first(_longer(x, spare)) for x in (grad_QHD, q_QHD, part.out_QHD))
+        k, v = (_heads_first(_longer(x, spare if causal else 0)) for x in (k_KGD, v_KGD))
+        lse = pad(part.lse_HQ, (0, spare), value=torch.inf)[None, :, :, None]  # a probability of 0
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
+        )
+        dq, dk, dv = map(_tokens_first, grads)
+        return dq[: len(q_QHD)], dk[: len(k_KGD)], dv[: len(k_KGD)]
+
+
+def rounded_up(num_tokens: int) -> int:
+    """One of 32 lengths to the octave."""
+    step = max(128, 2 ** (num_tokens.bit_length() - 6))
+    return -(-num_tokens // step) * step
+
+
+def _longer(x_THD: Tensor, spare: int) -> Tensor:
+    return pad(x_THD, (0, 0, 0, 0, 0, spare)) if spare else x_THD
+
+
+class Flash:
+    """FlashAttention as torch has it: no plans, any shape."""
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+        out, lse, *_ = _aten._flash_attention_forward(
+            *(q_QHD, k_KGD, v_KGD, *self._bounds(q_QHD, k_KGD), 0.0, causal, False)
+        )
+        return Part(out, lse)
+
+    def backward(
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
+        return _aten._flash_attention_backward(
+            *(grad_QHD, q_QHD, k_KGD, v_KGD, part.out_QHD, part.lse_HQ.contiguous(), *self._bounds(q_QHD, k_KGD)),
+            *(0.0, causal, unused, unused[:0]),
+        )
+
+    def _bounds(self, q_QHD: Tensor, k_KGD: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        num_q, num_k = len(q_QHD), len(k_KGD)
+        bounds = torch.tensor([[0, num_q], [0, num_k]], dtype=torch.int32).to(q_QHD.device, non_blocking=True)
+        return bounds[0], bounds[1], num_q, num_k
+
+
+class Cpu:
+    """FlashAttention for CPUs, which knows no groups of heads."""
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+        groups = q_QHD.shape[1] // k_KGD.shape[1]
+        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return Part(_tokens_first(out), lse[0])
+
+    def backward(
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = q_QHD.shape[1] // k_KGD.shape[1]
+        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_heads_first(grad_QHD), q, k, v, _heads_first(part.out_QHD), part.lse_HQ[None].contiguous(), 0.0, causal)
+        )
+        dq, dk, dv = map(_tokens_first, grads)
+        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+
+
+def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
+    if q_QHD.device.type == "cpu":
+        return Cpu()
+    large = num_keys >= _SQUARE if causal else len(q_QHD) * num_keys >= _RECTANGLE
+    return CuDNN() if large and q_QHD.shape[2] <= 128 else Flash()
+
+
+def _table(blocks: Tensor) -> list[list[int]]:
+    return [block for block in blocks.tolist() if block[0] < block[1]]
+
+
+@torch.library.custom_op("dockyard::row_attention", mutates_args=())
+def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token gets from those it sees, and the log-sum-exp of its scores."""
+    table = _table(blocks)
+    num, heads, _ = q_THD.shape
+    if len(table) == 1:
+        part = _kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
+        return part.out_QHD.contiguous(), part.lse_HQ.contiguous()
+    out_THD = torch.zeros(q_THD.shape, dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
+    lse_HT = torch.full((heads, num), -torch.inf, dtype=out_THD.dtype, device=q_THD.device)
+    for start, stop, first, last in table:
+        q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
+        kernel = _kernel(q, last - first, causal=start == first)
+        part = kernel.forward(q, k, v, start == first)
+        _join(out_THD[start:stop], lse_HT[:, start:stop], part)
+    return out_THD.to(q_THD.dtype), lse_HT
+
+
+def _join(out_QHD: Tensor, lse_HQ: Tensor, part: Part) -> None:
+    """Add a part to what its queries have so far."""
+    joined_HQ = torch.logaddexp(lse_HQ, part.lse_HQ.to(lse_HQ.dtype))
+    old_QH1, new_QH1 = ((lse - joined_HQ).exp().T[:, :, None] for lse in (lse_HQ, part.lse_HQ))
+    out_QHD.mul_(old_QH1).addcmul_(part.out_QHD.to(out_QHD.dtype), new_QH1)
+    lse_HQ.copy_(joined_HQ)
+
+
+@row_attention.register_fake
+def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    return torch.empty_like(q_THD, memory_format=torch.contiguous_format), q_THD.new_empty(
+        (q_THD.shape[1], q_THD.shape[0]), dtype=lse_dtype
+    )
+
+
+@torch.library.custom_op("dockyard::row_attention_backward", mutates_args=())
+def row_attention_backward(
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, blocks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each block's own gradient, with the probabilities that the joined log-sum-exps give."""
+    table = _table(blocks)
+    if len(table) == 1:
+        kernel = _kernel(q_THD, len(q_THD), causal=True)
+        grads = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, Part(out_THD, lse_HT), True)
+        return tuple(grad.contiguous() for grad in grads)
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
+    for start, stop, first, last in table:
+        q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
+        part = Part(out_THD[start:stop], lse_HT[:, start:stop])
+        kernel = _kernel(q, last - first, causal=start == first)
+        grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
+        for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
+            total[slice(*rows)] += grad
+    return tuple(total.to(q_THD.dtype) for total in sums)
+
+
+@row_attention_backward.register_fake
+def _(
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, blocks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, blocks = inputs
+    ctx.save_for_backward(q, k, v, *output, blocks)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, blocks = ctx.saved_tensors
+    return *row_attention_backward(grad, q, k, v, out, lse, blocks), None
+
+
+row_attention.register_autograd(_backward, setup_context=_remember)
+
+
+def _for_transformers(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **more: Any
+) -> tuple[Tensor, None]:
+    """As `transformers` calls attention; `row_blocks` is what the model was called with, or else it is one sequence."""
+    blocks = more.get("row_blocks")
+    if blocks is None:
+        blocks = torch.tensor([[0, query.shape[2]] * 2])
+    q_THD = query[0].transpose(0, 1)
+    if (factor := scaling * query.shape[-1] ** 0.5) != 1:  # the kernels scale by the usual factor themselves
+        q_THD = q_THD * factor
+    out_THD, _ = row_attention(q_THD, key[0].transpose(0, 1), value[0].transpose(0, 1), blocks)
+    return out_THD[None], None
+
+
+AttentionInterface.register(NAME, _for_transformers)

@@ -1,0 +1,159 @@
+"""Decoder layers as they are trained on a GPU: compiled, and keeping for the backward pass what the memory allows.
+
+A layer that keeps everything is fastest; one that keeps less makes the rest again, and one that keeps nothing runs
+twice. How much each way takes is measured on the first layer when it is first needed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from functools import partial
+from itertools import count, pairwise
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as partitioner
+from torch.utils.checkpoint import checkpoint
+
+
+class Keep(IntEnum):
+    """What a layer leaves for the backward pass."""
+
+    NOTHING = 0
+    ATTENTION = 1
+    PRODUCTS = 2
+    """Of matrices; what lies between them is quickly made again."""
+    EVERYTHING = 3
+
+
+_BUDGETS = {Keep.ATTENTION: 0.15, Keep.PRODUCTS: 0.68, Keep.EVERYTHING: 1.0}
+"""The share of a layer's activations that the compiler may keep. At 0.15 it still need not run attention again."""
+_BACKWARD = 2.8
+"""What one layer's backward pass needs on top, in what a layer that keeps everything leaves."""
+_SPARE_BYTES = 2 * 2**30
+_MEASURED_TOKENS = 4096
+
+
+def _compiled() -> Callable[..., Any]:
+    """A function of its own each time: the compiler remembers its results by the function's code."""
+
+    def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer._call_impl(*args, **kwargs)
+
+    code = run.__code__.replace(co_name=f"run_{next(_NUMBERS)}")
+    return torch.compile(FunctionType(code, run.__globals__, code.co_name))
+
+
+_NUMBERS = count()
+
+
+class Layers:
+    """Takes over how a model's decoder layers are called. A copy of the model is called as ever."""
+
+    def __init__(self, layers: Sequence[Any], *, compiled: bool, spare_bytes: int) -> None:
+        """`spare_bytes` is what the passes need besides layers."""
+        self._num = len(layers)
+        self._compiled = compiled
+        self._spare_bytes = spare_bytes + _SPARE_BYTES
+        self._per_token: dict[Keep, float] = {}
+        self._plan: list[Keep] = []
+        self._levels = [Keep.EVERYTHING, Keep.PRODUCTS, Keep.ATTENTION, Keep.NOTHING]
+        if not compiled:
+            self._levels = [Keep.EVERYTHING, Keep.NOTHING]
+        self._runs = {keep: _compiled() for keep in _BUDGETS}
+        self._without_gradients = _compiled()
+        for index, layer in enumerate(layers):
+            layer._compiled_call_impl = partial(self._call, index, layer)
+
+    def be_careful(self) -> None:
+        """Keep less from now on: it was too much."""
+        self._spare_bytes += torch.cuda.mem_get_info()[1] // 8
+
+    def _call(self, index: int, layer: Any, hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensors = (hidden_1TD, *args, *kwargs.values(), *(kwargs.get("position_embeddings") or ()))
+        _mark_lengths(tensors, hidden_1TD.shape[1])
+        if not torch.is_grad_enabled():
+            run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
+            return run(hidden_1TD, *args, **kwargs)
+        if index == 0:
+            self._plan = self._choose(layer, hidden_1TD, args, kwargs)
+        return self._run(self._plan[index], layer, hidden_1TD, *args, **kwargs)
+
+    def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self._runs[max(keep, Keep.ATTENTION)], layer) if self._compiled else layer._call_impl
+        if keep is Keep.NOTHING:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        with partitioner.patch(activation_memory_budget=_BUDGETS[keep]):
+            return run(*args, **kwargs)
+
+    def _choose(self, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Keep]:
+        """What each layer is to keep. A level that is not needed is not measured, and so not compiled."""
+        num_tokens = hidden_1TD.shape[1]
+        sizes: dict[Keep, float] = {}
+        chosen: list[Keep] = []
+        for keep in self._levels:
+            if keep not in self._per_token:
+                self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
+            sizes[keep] = self._per_token[keep] * num_tokens
+            room = _free_bytes() - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING]
+            chosen = plan(sizes, self._num, room)
+            if sum(sizes[kept] for kept in chosen) <= room:
+                break
+        return chosen
+
+    def _measure(
+        self, keep: Keep, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float:
+        """Bytes a token, on the first tokens."""
+        num, short = hidden_1TD.shape[1], min(hidden_1TD.shape[1], _MEASURED_TOKENS)
+        some_args = [_shortened(value, num, short) for value in args]
+        some_kwargs = {name: _shortened(value, num, short) for name, value in kwargs.items()}
+        if "row_blocks" in kwargs:
+            some_kwargs["row_blocks"] = torch.tensor([[0, short, 0, short], [0, 0, 0, 0]])
+        before = torch.cuda.memory_allocated()
+        out = self._run(keep, layer, hidden_1TD[:, :short].detach().requires_grad_(), *some_args, **some_kwargs)
+        used = torch.cuda.memory_allocated() - before
+        del out
+        return used / short
+
+
+def _shortened(value: Any, num: int, short: int) -> Any:
+    """What belongs to the first tokens."""
+    if isinstance(value, tuple):
+        return tuple(_shortened(item, num, short) for item in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num:
+        return value[:, :short]
+    return value
+
+
+def plan(sizes: dict[Keep, float], num_layers: int, room: float) -> list[Keep]:
+    """As little less than everything as fits the room, from one level to the next for one layer after the other.
+
+    The last layers keep most, since what they keep is needed first, and then gone.
+    """
+    levels = list(sizes)
+    chosen = [levels[0]] * num_layers
+    total = num_layers * sizes[levels[0]]
+    for more, less in pairwise(levels):
+        for index in range(num_layers):
+            if total <= room:
+                return chosen
+            chosen[index] = less
+            total -= sizes[more] - sizes[less]
+    return chosen
+
+
+def _free_bytes() -> int:
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _mark_lengths(values: Iterable[Any], num_tokens: int) -> None:
+    """Tell the compiler which sizes differ from call to call, or it would compile for each."""
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim > 1:
+            if value.shape[1] == num_tokens:
+                torch._dynamo.maybe_mark_dynamic(value, 1)
+            elif value.device.type == "cpu":  # the blocks of attention
+                torch._dynamo.maybe_mark_dynamic(value, 0)

@@ -1,0 +1,219 @@
+"""The model as it is trained: adapters over frozen weights, and what it says of a row's trained tokens.
+
+Logits of the whole vocabulary exist for a few tokens at a time only, forward and backward.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from dockyard.config import TrainerConfig
+from dockyard.errors import DockyardError
+from dockyard.rl.pack import Row
+from dockyard.trainer import attention
+from dockyard.trainer.layers import Layers
+
+_CHUNK = 2048
+"""Tokens whose logits exist at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Of each trained token, under the temperature it was sampled with."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    """Of the distribution it was drawn from."""
+    likeliest_N: Tensor
+    """Whether it was the likeliest token."""
+
+
+class Lora(lora.Linear):
+    """PEFT's layer, but adapters are kept in float32 and multiplied in the model's own format.
+
+    PEFT would cast every activation to float32, which costs a third of an update's time and gains nothing.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return out
+        for name in self.active_adapters:
+            down, up = (matrices[name].weight.to(x.dtype) for matrices in (self.lora_A, self.lora_B))
+            out = out + linear(linear(x, down), up) * self.scaling[name]
+        return out
+
+
+def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
+    """The base model, frozen, with LoRA adapters on its linear layers. The experts of a mixture are not among them."""
+    head = base.get_output_embeddings()
+    linears = {name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    config = LoraConfig(
+        r=trainer.lora_r,
+        lora_alpha=trainer.lora_alpha,
+        target_modules=sorted({name.rpartition(".")[2] for name in linears}),
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module({nn.Linear: Lora})
+    return get_peft_model(base, config)
+
+
+class Network:
+    """A policy's model as it is trained."""
+
+    def __init__(self, base: Any, trainer: TrainerConfig) -> None:
+        self.model: Any = with_adapters(base, trainer)
+        causal = self.model.get_base_model()
+        causal.set_attn_implementation(attention.NAME)
+        self._decoder: Any = causal.get_decoder()
+        self._head: Any = causal.get_output_embeddings()
+        self._check_head()
+        self._layers: Layers | None = None
+        if self.model.device.type == "cuda":
+            vocabulary = self._head.weight.shape[0]
+            self._layers = Layers(self._decoder.layers, compiled=trainer.compile, spare_bytes=_CHUNK * vocabulary * 8)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def scores(self, row: Row, temperature: float) -> Scores:
+        """Of a row's trained tokens."""
+        device = self.model.device
+        hidden_TD = self._hidden(_Padded.of(row, device))
+        sources_N = torch.from_numpy(row.sources).long().to(device)
+        targets_N = torch.from_numpy(row.targets).long().to(device)
+        logprobs_N, entropy_N, likeliest_N = _Head.apply(
+            hidden_TD[sources_N], self._head.weight, targets_N, temperature
+        )
+        return Scores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
+
+    def reference(self, row: Row, temperature: float) -> Tensor:
+        """The logprobs of a row's trained tokens under the base model: the same weights, adapters off."""
+        with torch.no_grad(), self.model.disable_adapter():
+            return self.scores(row, temperature).logprobs_N
+
+    def save_memory(self) -> bool:
+        """After the GPU's memory did not do: keep less of the forward pass. False when there is nothing to save."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self._layers is None:
+            return False
+        self._layers.be_careful()
+        return True
+
+    def _hidden(self, padded: "_Padded") -> Tensor:
+        embedded_1TD = self._decoder.get_input_embeddings()(padded.token_ids_1T)
+        if torch.is_grad_enabled() and not embedded_1TD.requires_grad:
+            embedded_1TD.requires_grad_()  # or the first layer would be another program than the rest
+        return self._decoder(
+            inputs_embeds=embedded_1TD,
+            position_ids=padded.positions_1T,
+            attention_mask=None,
+            use_cache=False,
+            row_blocks=padded.blocks,
+        ).last_hidden_state[0]
+
+    def _check_head(self) -> None:
+        """Some models scale or cap what their head says. Those would be trained wrongly, so they are refused."""
+        device = self.model.device
+        ids_1T = torch.arange(8, device=device)[None]
+        row = _Padded(ids_1T, ids_1T, torch.tensor([[0, 8, 0, 8], [0, 0, 0, 0]]))
+        with torch.no_grad():
+            plain = self.model(
+                input_ids=ids_1T, position_ids=ids_1T, attention_mask=None, use_cache=False, row_blocks=row.blocks
+            ).logits[0]
+            ours = linear(self._hidden(row), self._head.weight)
+        if not torch.allclose(plain.float(), ours.float(), rtol=0.05, atol=0.05):
+            raise DockyardError(
+                f"`{self.model.config.model_type}` does more to its logits than a matrix product, which is not trained",
+                hint="choose a model of another family",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """A row as the model takes it. On a GPU its length is one of a few."""
+
+    token_ids_1T: Tensor
+    positions_1T: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, row: Row, device: torch.device) -> Self:
+        num = len(row.token_ids)
+        spare = attention.rounded_up(num) - num if device.type == "cuda" else 0
+        blocks = attention.blocks_of(row.positions, row.ends)
+        blocks[-1, [1, 3]] += spare  # the last run's triangle: nobody sees what is past its end
+        blocks = np.concatenate([blocks, np.zeros((1, 4), dtype=np.int64)])  # an empty one: 1 is a size of its own
+        return cls(
+            torch.from_numpy(np.pad(row.token_ids, (0, spare))).long().to(device)[None],
+            torch.from_numpy(np.pad(row.positions, (0, spare))).long().to(device)[None],
+            torch.from_numpy(blocks),
+        )
+
+
+class _Head(torch.autograd.Function):
+    """Logprobs from hidden states, some tokens at a time; the backward pass makes each chunk's logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float) -> Any:
+        parts: list[tuple[Tensor, ...]] = []
+        for hidden, targets in zip(hidden_ND.split(_CHUNK), targets_N.split(_CHUNK), strict=True):
+            logits_CV = linear(hidden, weight_VD)
+            parts.append(_fused(_statistics, logits_CV)(logits_CV, targets, temperature))
+        logprobs_N, lse_N, entropy_N, likeliest_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_N, likeliest_N)
+        return logprobs_N, entropy_N, likeliest_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, *_: Tensor) -> Any:
+        hidden_ND, weight_VD, targets_N, lse_N = ctx.saved_tensors
+        columns = zip(*(x.split(_CHUNK) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
+        grad_hidden_ND = torch.empty_like(hidden_ND)
+        grad_weight_VD = torch.zeros_like(_wide(weight_VD)) if ctx.needs_input_grad[1] else None
+        for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(_CHUNK), columns, strict=True):
+            logits_CV = linear(hidden, weight_VD)
+            grad_CV = _fused(_slope, logits_CV)(logits_CV, targets, lse, grad, ctx.temperature)
+            torch.mm(grad_CV, weight_VD, out=out)
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_CV.T @ hidden
+        return grad_hidden_ND, grad_weight_VD, None, None
+
+
+def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    scaled_CV = _wide(logits_CV) / temperature
+    lse_C = scaled_CV.logsumexp(-1)
+    logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0] - lse_C
+    entropy_C = lse_C - ((scaled_CV - lse_C[:, None]).exp() * scaled_CV).sum(-1)
+    return logprobs_C, lse_C, entropy_C, scaled_CV.argmax(-1) == targets_C
+
+
+def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> Tensor:
+    """The gradient of the logits, given that of the logprobs."""
+    drawn_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    probabilities_CV = (_wide(logits_CV) / temperature - lse_C[:, None]).exp()
+    slope_CV = torch.where(drawn_CV, 1 - probabilities_CV, -probabilities_CV)
+    return (slope_CV * (grad_C[:, None] / temperature)).to(logits_CV.dtype)
+
+
+_FUSED = {function: torch.compile(function, dynamic=True) for function in (_statistics, _slope)}
+
+
+def _fused(function: Callable[..., Any], logits_CV: Tensor) -> Callable[..., Any]:
+    """On a GPU, where passes over the vocabulary would take longer than its matrix product, one kernel."""
+    return _FUSED[function] if logits_CV.device.type == "cuda" else function
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
