@@ -1,6 +1,7 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
+task-list.json  backend/
 rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
 """
@@ -59,6 +60,7 @@ __all__ = [
     "resumed_config",
     "settings_file",
     "step_phase",
+    "task_list_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -81,8 +83,8 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID, _SPLIT = "run.id", "split.json"
-_OURS = (*_FOLDERS, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+_ID, _SPLIT, _TASK_LIST, _BACKEND = "run.id", "split.json", "task-list.json", "backend"
+_OURS = (*_FOLDERS, _ID, _SPLIT, _TASK_LIST, _BACKEND, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,16 @@ class RunDir:
     def split_file(self) -> Path:
         """Which tasks are trained on and which are held out, where the run drew them."""
         return self.path / _SPLIT
+
+    @property
+    def task_list(self) -> Path:
+        """The run's tasks, for those of its processes that did not find them."""
+        return task_list_file(self.path)
+
+    @property
+    def backend(self) -> Path:
+        """Where another engine that owns the loop has its files. The caller makes the folder."""
+        return self.path / _BACKEND
 
     @property
     def curve(self) -> Path:
@@ -328,6 +340,11 @@ def _delete_run(path: Path) -> None:
 def settings_file(path: Path) -> Path:
     """Where a run has its settings."""
     return path / _CONFIG
+
+
+def task_list_file(path: Path) -> Path:
+    """Where a run has the list of its tasks."""
+    return path / _TASK_LIST
 
 
 def recorded_files(path: Path) -> list[Path] | None:
