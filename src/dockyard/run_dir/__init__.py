@@ -2,7 +2,7 @@
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
 task-list.json  backend/
-rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
+rollouts/step-00003.jsonl  rollouts/eval-{00003,before,after}.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  adapters/v00010/  trials/  tasks/
 """
 
@@ -38,7 +38,7 @@ from dockyard.run_dir.durable import (
 )
 from dockyard.run_dir.lock import take_lock
 from dockyard.run_dir.purpose import Purpose, load_purpose
-from dockyard.run_dir.records import RecordedRollout, from_line, step_of, step_phase, to_line
+from dockyard.run_dir.records import RecordedRollout, eval_phase, from_line, step_phase, to_line
 from dockyard.run_dir.resumable import RESUMABLE, refuse_fixed
 from dockyard.run_dir.versions import versions
 from dockyard.settings import anchored, load_run_config
@@ -55,6 +55,7 @@ __all__ = [
     "Purpose",
     "RecordedRollout",
     "RunDir",
+    "eval_phase",
     "read_purpose",
     "recorded_files",
     "resumed_config",
@@ -105,7 +106,8 @@ class RunDir:
         self._writing = threading.Lock()  # rollouts may be recorded from several threads
         for folder in (self.path, *(self.path / name for name in _FOLDERS)):
             folder.mkdir(exist_ok=True)
-            remove_drafts(folder)
+            if lock >= 0:
+                remove_drafts(folder)
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False, purpose: Purpose | None = None) -> Self:
@@ -139,6 +141,11 @@ class RunDir:
             os.close(lock)
             raise
         return run
+
+    @classmethod
+    def join(cls, path: Path) -> Self:
+        """A run that another process holds, as long as this one works for it."""
+        return cls(path, load_run_config(path / _CONFIG, []), lock=-1)
 
     def discard(self) -> None:
         """Remove the run if nothing has come of it yet, so that the same command can be given again."""
@@ -279,9 +286,7 @@ class RunDir:
 
     def rollouts_file(self, phase: str) -> Path:
         """Where the rollouts of a phase are recorded, one JSON object a line."""
-        step = step_of(phase)
-        known = _PHASES if step is None else (step_phase(step),)
-        if phase not in known:
+        if phase not in _PHASES and not re.fullmatch(r"(step|eval)-\d{5,}", phase):
             raise ValueError(f"`{phase}` is not a phase of a run")
         return self.path / _ROLLOUTS / f"{phase}.jsonl"
 

@@ -19,7 +19,7 @@ class RecordedRollout:
     """A finished rollout and its place in the run."""
 
     phase: str
-    """`step-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
+    """`step-00003`, `eval-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
     group: int
     """Which of the phase's groups it belongs to, from 0."""
     rollout: Rollout
@@ -35,6 +35,11 @@ class RecordedRollout:
 def step_phase(step: int) -> str:
     """The phase in which the rollouts of a training step run."""
     return f"step-{step:05}"
+
+
+def eval_phase(num_updates: int) -> str:
+    """The phase of an evaluation in the middle of training, after so many updates."""
+    return f"eval-{num_updates:05}"
 
 
 def step_of(phase: str) -> int | None:
