@@ -38,6 +38,11 @@ _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
+def hub_name(name: str) -> str:
+    """What the Hub calls a model that people call so."""
+    return _OTHER_NAMES.get(name, name)
+
+
 def find_model(name: str, *, weights: bool = True) -> Path:
     """The folder of the model with this name, fetched if need be; without `weights` all but those."""
     if name == DEMO_MODEL:

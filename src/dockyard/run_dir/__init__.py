@@ -199,7 +199,7 @@ class RunDir:
     @property
     def backend(self) -> Path:
         """Where another engine that owns the loop has its files. The caller makes the folder."""
-        return self.path / _BACKEND
+        return backend_dir(self.path)
 
     @property
     def curve(self) -> Path:
@@ -350,6 +350,11 @@ def settings_file(path: Path) -> Path:
 def task_list_file(path: Path) -> Path:
     """Where a run has the list of its tasks."""
     return path / _TASK_LIST
+
+
+def backend_dir(path: Path) -> Path:
+    """Where a run has what belongs to another engine."""
+    return path / _BACKEND
 
 
 def recorded_files(path: Path) -> list[Path] | None:

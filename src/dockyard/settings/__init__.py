@@ -56,10 +56,17 @@ def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str], 
 def anchored(config: RunConfig) -> RunConfig:
     """The same settings with absolute paths, so that they mean the same from any directory."""
     paths = {name: getattr(config.tasks, name) for name in ("train", "heldout", "registry", "repositories")}
-    if config.tasks.dataset and Path(config.tasks.dataset).exists():
+    if config.tasks.dataset and (config.tasks.source == "recorded" or Path(config.tasks.dataset).exists()):
         paths["dataset"] = str(Path(config.tasks.dataset).absolute())
     tasks = config.tasks.model_copy(update={n: p.absolute() if isinstance(p, Path) else p for n, p in paths.items()})
-    update: dict[str, Any] = {"tasks": tasks, "run_dir": config.run_dir.absolute()}
+    slime = {name: getattr(config.slime, name) for name in ("checkout", "megatron", "converted")}
+    update: dict[str, Any] = {
+        "tasks": tasks,
+        "run_dir": config.run_dir.absolute(),
+        "slime": config.slime.model_copy(update={n: p.absolute() for n, p in slime.items() if p}),
+    }
+    if config.prime_rl.checkout:
+        update["prime_rl"] = config.prime_rl.model_copy(update={"checkout": config.prime_rl.checkout.absolute()})
     model_dir = Path(config.model.name)
     if model_dir.is_dir():
         update["model"] = config.model.model_copy(update={"name": str(model_dir.absolute())})
