@@ -27,12 +27,14 @@ class SGLangWire:
     adapters_path = ""
     abort_path = "/abort_request"
 
-    def __init__(self, *, tells_versions: bool = False) -> None:
-        """`tells_versions`: somebody else gives the server its weights, and its own number for them counts."""
+    def __init__(self, *, tells_versions: bool = False, adapter: str | None = None) -> None:
+        """`tells_versions`: somebody else gives the server its weights, maybe as `adapter`, and numbers them."""
         self._tells_versions = tells_versions
+        self._adapter = adapter
 
     def body(self, ask: Ask) -> dict[str, Any]:
         request = ask.request
+        adapter = ask.adapter or self._adapter
         sampling = {
             "temperature": request.temperature,
             "top_p": 1.0,
@@ -53,7 +55,7 @@ class SGLangWire:
             "sampling_params": sampling,
             "return_logprob": True,
             "top_logprobs_num": ask.top,
-            **({"lora_path": ask.adapter} if ask.adapter else {}),
+            **({"lora_path": adapter} if adapter else {}),
         }
 
     def headers(self, ask: Ask) -> dict[str, str]:
