@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+from dockyard.cli import prime_rl_file
 from dockyard.cli.run_file import (
     AddParser,
     Flag,
@@ -49,6 +50,8 @@ def act(arguments: argparse.Namespace) -> int:
     """Launch the run, or say what would be launched."""
     from dockyard.backends.launch import refuse_ignored
 
+    if arguments.backend == "prime-rl" and arguments.toml and prime_rl_file.is_own(arguments.toml):
+        return prime_rl_file.act(arguments)
     verb: _Verb = next(verb for verb in _ABOUT if verb.endswith(f" {arguments.backend}"))
     module = arguments.backend.replace("-", "_")
     backend: Backend = import_module(f"dockyard.backends.{module}.launch").BACKEND  # only the one that is asked for
