@@ -240,8 +240,8 @@ class EvalConfig(Config):
 class SlimeConfig(Config):
     """Where and how `dockyard backend slime` runs SLiME. Nothing else reads it."""
 
-    checkout: Path = Path("slime")
-    """SLiME's git checkout, the folder with `train.py`."""
+    checkout: Path | None = None
+    """SLiME's git checkout, the folder with `train.py`. It must be named."""
     megatron: Path = Path("/root/Megatron-LM")
     """Megatron-LM's git checkout; SLiME's image has it there."""
     python: str = "python3"

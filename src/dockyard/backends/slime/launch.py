@@ -39,8 +39,9 @@ class _Slime:
         return fate(key, config)
 
     def check(self, config: RunConfig) -> None:
-        _check_checkout(config)
-        found = _probe(config)
+        checkout = _checkout(config)
+        _check_folders(config, checkout)
+        found = _probe(config, checkout)
         if found["missing"]:
             names = ", ".join(f"`{name}`" for name in found["missing"])
             hint = (
@@ -70,6 +71,7 @@ class _Slime:
         check_more(config.slime.args, ours | model_arguments)
         script = Script(
             slime=config.slime,
+            checkout=_checkout(config),
             model=config.model.name,
             shape=model_arguments,
             arguments=ours,
@@ -94,11 +96,18 @@ class _Slime:
 BACKEND = _Slime()
 
 
-def _check_checkout(config: RunConfig) -> None:
+def _checkout(config: RunConfig) -> Path:
+    if config.slime.checkout is None:
+        hint = f"`git clone {_CLONE[config.slime.flavour]}`, then `--slime.checkout DIR`"
+        raise UsageError("`slime.checkout` is not set", hint=hint)
+    return config.slime.checkout.absolute()
+
+
+def _check_folders(config: RunConfig, checkout: Path) -> None:
     slime = config.slime
     for option, folder, inside in (
-        ("checkout", slime.checkout, f"{slime.flavour}/utils/arguments.py"),
-        ("checkout", slime.checkout, "train.py"),
+        ("checkout", checkout, f"{slime.flavour}/utils/arguments.py"),
+        ("checkout", checkout, "train.py"),
         ("megatron", slime.megatron, "megatron"),
     ):
         if not (folder / inside).exists():
@@ -107,10 +116,10 @@ def _check_checkout(config: RunConfig) -> None:
             raise DockyardError(f"`slime.{option}` is `{folder}`, where there is no `{inside}`", hint=hint)
 
 
-def _probe(config: RunConfig) -> dict[str, Any]:
+def _probe(config: RunConfig, checkout: Path) -> dict[str, Any]:
     """What the Python that runs SLiME has."""
     slime = config.slime
-    paths = (str(slime.checkout.absolute()), str(slime.megatron.absolute()), os.environ.get("PYTHONPATH", ""))
+    paths = (str(checkout), str(slime.megatron.absolute()), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": ":".join(path for path in paths if path)}
     try:
         done = subprocess.run(

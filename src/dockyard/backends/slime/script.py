@@ -18,6 +18,7 @@ class Script:
     """What the script is made of."""
 
     slime: SlimeConfig
+    checkout: Path
     model: str
     shape: Arguments
     arguments: Arguments
@@ -44,7 +45,7 @@ class Script:
         )
 
     def _environment(self) -> str:
-        paths = [str(path.absolute()) for path in (self.slime.checkout, self.slime.megatron)]
+        paths = [str(path.absolute()) for path in (self.checkout, self.slime.megatron)]
         path = f"export PYTHONPATH={shlex.quote(':'.join(paths))}${{PYTHONPATH:+:$PYTHONPATH}}"
         more = '{"runtime_env": {"env_vars": {"PYTHONPATH": "\'"$PYTHONPATH"\'", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}}'
         address = (
@@ -83,7 +84,7 @@ class Script:
         launcher = (
             f" -m torch.distributed.run --nproc-per-node {self.num_converting}" if self.num_converting > 1 else ""
         )
-        tool = shlex.quote(str(self.slime.checkout.absolute() / "tools" / "convert_hf_to_torch_dist.py"))
+        tool = shlex.quote(str(self.checkout / "tools" / "convert_hf_to_torch_dist.py"))
         return (
             'if [ ! -e "$REFERENCE/latest_checkpointed_iteration.txt" ]; then\n'
             '  rm -rf "$REFERENCE.part"\n'
@@ -98,7 +99,7 @@ class Script:
         by_hand = "".join(f"  {shlex.quote(word)}\n" for word in self.more)
         return (
             f"ARGUMENTS=(\n{_lines(self.arguments)}\n{by_hand})\n"
-            f"cd {shlex.quote(str(self.slime.checkout.absolute()))}\n"
+            f"cd {shlex.quote(str(self.checkout))}\n"
             f'exec {shlex.quote(self.slime.python)} {main} "${{SHAPE[@]}}" "${{ARGUMENTS[@]}}"\n'
         )
 
