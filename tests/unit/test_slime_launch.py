@@ -1,0 +1,336 @@
+"""SLiME's arguments and script: every option exists there, shapes and GPUs are right, what cannot work is refused."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from slime_flags import PINNED, flags_of
+
+from dockyard.backends.launch import Launch
+from dockyard.backends.slime import hooks
+from dockyard.backends.slime.launch import BACKEND
+from dockyard.backends.slime.model_folder import acceptable
+from dockyard.backends.slime.models import MODELS, read_shape, shape_arguments
+from dockyard.errors import DockyardError, UsageError
+from dockyard.settings import load_run_config
+
+CODER = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+FLAGS: dict[str, list[str]] = json.loads(PINNED.read_text())
+
+
+def plan(*words: str, model: str = "Qwen/Qwen3-8B") -> Launch:
+    source = () if any(word.startswith("--tasks.source") for word in words) else ("--tasks.source=demo",)
+    config = load_run_config(None, [f"--model.name={model}", "--slime.checkout=/slime", *source, *words])
+    return BACKEND.plan(config, Path("/runs/mine"))
+
+
+def options(launch: Launch) -> dict[str, list[str]]:
+    """As bash would hand them to SLiME, but for the variables."""
+    found: dict[str, list[str]] = {}
+    for array in re.findall(r"^(?:SHAPE|ARGUMENTS)=\(\n(.*?)^\)", launch.files["train.sh"], re.M | re.S):
+        for line in array.splitlines():
+            option, *values = shlex.split(line)
+            assert option not in found
+            found[option] = values
+    return found
+
+
+EVERYTHING = (
+    "--trainer.warmup_steps=2",
+    "--slime.dynamic_sampling=true",
+    "--slime.save_rollouts=true",
+    "--engine.context_length=32768",
+    "--slime.num_gpus=16",
+)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("flavour", ["slime", "miles"])
+@pytest.mark.parametrize("words", [(), EVERYTHING, ("--rollout.max_staleness=1",)], ids=["plain", "all", "async"])
+def test_every_option_we_write_is_one_that_slime_or_megatron_has(model: str, flavour: str, words: tuple[str, ...]):
+    written = options(plan(f"--slime.flavour={flavour}", *words, model=model))
+    assert written.keys() - {*FLAGS[flavour], *FLAGS["megatron"]} == set()
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_list_of_options_is_that_of_the_real_one(name: str):
+    checkout = os.environ.get(f"{name.upper()}_REPO")
+    if not checkout:
+        pytest.skip(f"{name.upper()}_REPO does not name a checkout")
+    assert flags_of(name, Path(checkout)) == FLAGS[name]
+
+
+@pytest.mark.parametrize(
+    ("model", "script", "differing"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8B.sh", set[str]()),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7B.sh", set[str]()),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", "qwen2.5-32B.sh", {"--norm-epsilon"}),  # of the base model
+        (CODER, "qwen3-30B-A3B.sh", {"--ffn-hidden-size", "--rotary-base"}),  # a sibling's
+    ],
+)
+def test_shapes_are_those_of_slimes_own_scripts(model: str, script: str, differing: set[str]):
+    checkout = os.environ.get("SLIME_REPO")
+    if not checkout:
+        pytest.skip("SLIME_REPO does not name a checkout")
+    source = '. "$1/scripts/models/$2"; printf "%s\\n" "${MODEL_ARGS[@]}"'
+    done = subprocess.run(["bash", "-c", source, "-", checkout, script], capture_output=True, text=True, check=True)
+    theirs: dict[str, list[str]] = {}
+    for word in done.stdout.split("\n")[:-1]:
+        if word.startswith("--"):
+            theirs[word] = []
+        else:
+            theirs[list(theirs)[-1]].append(word)
+    ours = {key: [] if value is None else [str(value)] for key, value in shape_arguments(MODELS[model]).items()}
+    said_otherwise = {"--position-embedding-type", "--rotary-percent", "--use-rotary-position-embeddings"}
+    assert theirs.keys() - ours.keys() <= said_otherwise
+    assert ours.keys() - theirs.keys() <= said_otherwise
+    same = {key for key in theirs.keys() & ours.keys() if _values(theirs[key]) == _values(ours[key])}
+    assert theirs.keys() & ours.keys() - same == differing
+
+
+def _values(words: list[str]) -> list[object]:
+    """Numbers as numbers: 1e-6 is 1e-06."""
+    return [json.loads(word) if re.match(r"[\d\[]", word) else word for word in words]
+
+
+def test_settings_reach_slime_as_its_options():
+    written = options(
+        plan(
+            *("--steps=7", "--seed=3", "--grpo.group_size=8", "--grpo.tasks_per_step=4", "--grpo.clip_high=0.3"),
+            *("--trainer.lr=2e-6", "--trainer.schedule=linear", "--trainer.warmup_steps=3", "--trainer.save_every=5"),
+            *("--sampling.temperature=0.8", "--sampling.max_new_tokens=999", "--eval.samples=2"),
+        )
+    )
+    expected = {
+        "--num-rollout": "7",
+        "--seed": "3",
+        "--n-samples-per-prompt": "8",
+        "--rollout-batch-size": "4",
+        "--global-batch-size": "32",
+        "--eps-clip": "0.2",
+        "--eps-clip-high": "0.3",
+        "--lr": "2e-06",
+        "--lr-decay-style": "linear",
+        "--lr-warmup-iters": "3",
+        "--lr-warmup-init": "5e-07",  # our first step of four
+        "--save-interval": "5",
+        "--rollout-temperature": "0.8",
+        "--rollout-max-response-len": "999",
+        "--rollout-max-context-len": "40960",
+        "--eval-interval": "7",
+        "--n-samples-per-eval-prompt": "2",
+        "--load": "/runs/mine/backend/checkpoints",
+    }
+    assert {option: written[option] for option in expected} == {option: [value] for option, value in expected.items()}
+    assert written["--eval-prompt-data"] == ["heldout", "/runs/mine/task-list.json"]
+
+
+def test_the_kl_penalty_is_in_the_loss_and_goes_with_its_coefficient():
+    with_kl, without = options(plan()), options(plan("--grpo.kl_coef=0"))
+    assert [with_kl[f"--{name}"] for name in ("use-kl-loss", "kl-loss-coef", "kl-loss-type")] == [
+        [],
+        ["0.001"],
+        ["low_var_kl"],
+    ]
+    assert not [option for option in without if "kl" in option]
+    assert "--kl-coef" not in with_kl
+    assert without["--ref-load"] == ["$REFERENCE"]  # the weights to begin with, all the same
+
+
+@pytest.mark.parametrize(
+    ("words", "main", "function", "colocated"),
+    [
+        ((), "train.py", "generate_rollout", True),
+        (("--slime.rollout_gpus=4",), "train.py", "generate_rollout", False),
+        (("--rollout.max_staleness=2",), "train_async.py", "generate_rollout_async", False),
+    ],
+)
+def test_staleness_decides_between_turns_and_training_while_sampling(
+    words: tuple[str, ...], main: str, function: str, colocated: bool
+):
+    launch = plan(*words)
+    written = options(launch)
+    assert f"exec python3 {main} " in launch.files["train.sh"]
+    assert written["--rollout-function-path"] == [f"dockyard.backends.slime.hooks.{function}"]
+    assert ("--colocate" in written, written.get("--rollout-num-gpus")) == (colocated, None if colocated else ["4"])
+
+
+def test_every_hook_that_slime_is_pointed_at_is_there():
+    paths = {path for words in ((), EVERYTHING) for values in options(plan(*words)).values() for path in values}
+    named = {path.removeprefix("dockyard.backends.slime.hooks.") for path in paths if path.startswith("dockyard.")}
+    assert named >= {"TaskSource", "generate_rollout", "reward_post_process", "generate", "keep_informative"}
+    assert [name for name in named if not callable(vars(hooks).get(name))] == []
+
+
+def test_nothing_is_evaluated_where_no_task_is_held_out(tmp_path: Path):
+    written = options(plan("--tasks.source=folder", f"--tasks.train={tmp_path}"))
+    assert not [option for option in written if option.startswith("--eval-") and option != "--eval-function-path"]
+
+
+def test_miles_trains_adapters_and_reads_the_models_own_folder():
+    launch = plan("--slime.flavour=miles", "--trainer.lora_r=8", "--trainer.lora_alpha=24")
+    written = options(launch)
+    assert (written["--lora-rank"], written["--lora-alpha"]) == (["8"], ["24"])
+    assert 'REFERENCE="$MODEL"' in launch.files["train.sh"]
+    assert "convert_hf_to_torch_dist" not in launch.files["train.sh"]
+    assert not [option for option in options(plan()) if "lora" in option]
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "expected"),
+    [
+        ("Qwen/Qwen3-8B", (), "tensor 2 × context 1 × pipeline 1 × data 4, experts over 1; 8 engines of 1"),
+        ("Qwen/Qwen3-8B", ("--slime.num_gpus=1",), "tensor 1 × context 1 × pipeline 1 × data 1"),
+        ("Qwen/Qwen3-8B", ("--engine.context_length=40960",), "tensor 2 × context 4 × pipeline 1 × data 1"),
+        (CODER, (), "tensor 4 × context 1 × pipeline 1 × data 2, experts over 8; 1 engines of 8"),
+        (CODER, ("--slime.num_gpus=64",), "data 16, experts over 8; 8 engines of 8"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", ("--rollout.max_staleness=1", "--slime.num_gpus=16"), "8 train, 8 sample"),
+    ],
+)
+def test_models_are_split_over_gpus(model: str, words: tuple[str, ...], expected: str):
+    assert expected in plan(*words, model=model).notes[0]
+
+
+def test_the_optimiser_leaves_the_gpus_only_where_it_must():
+    assert "--optimizer-cpu-offload" in options(plan(model=CODER))
+    assert "--optimizer-cpu-offload" not in options(plan("--slime.num_gpus=64", model=CODER))
+    assert "--optimizer-cpu-offload" not in options(plan())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slime.num_gpus=3",), "3 training GPUs are no multiple of tensor 2"),
+        (("--slime.rollout_gpus=8",), "`slime.rollout_gpus` leaves none of 8 GPUs to train"),
+        (("--slime.gpus_per_engine=3",), "8 GPUs for engines are no multiple of 3"),
+        (("--slime.num_gpus=20", "--slime.rollout_gpus=8"), "12 training GPUs fill no whole machines of 8"),
+        (("--slime.expert_parallel=3",), "8 training GPUs are no multiple of expert 3"),
+        (("--grpo.tasks_per_step=3", "--grpo.group_size=2"), "3 × 2 rollouts cannot be dealt out evenly to 4 replicas"),
+        (("--engine.context_length=50000",), "`engine.context_length` is 50000; the model's limit is 40960"),
+        (("--slime.dynamic_sampling=true", "--rollout.max_staleness=2"), "cannot be 2 updates ahead"),
+        (
+            ("--slime.flavour=miles", "--slime.pipeline_parallel=2", "--slime.rollout_gpus=4"),
+            "only from a pipeline of 1, not 2",
+        ),
+        (("--tasks.source=recorded", "--tasks.dataset=x.parquet"), "SLiME reads recorded samples from `.pt` files"),
+        (("--tasks.source=recorded", "--tasks.dataset=/none/x.pt"), "`/none/x.pt`, which does not exist"),
+        (("--model.name=some/model",), "`some/model`, whose shape is not known here"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_way_out(words: tuple[str, ...], message: str):
+    with pytest.raises(UsageError) as caught:
+        plan(*words)
+    assert message in caught.value.message
+    assert "`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('["--lr", "1"]', "`slime.args` has `--lr`, which is the run's `trainer.lr`"),
+        ('["--kl-loss-co=0.5"]', "`slime.args` has `--kl-loss-co`, which is the run's `grpo.kl_coef`"),
+        (
+            '["--recompute-method", "block"]',
+            "`slime.args` has `--recompute-method`, but the launcher sets `--recompute-method`",
+        ),
+        ('["--num-layers=1"]', "`slime.args` has `--num-layers`, but the launcher sets `--num-layers`"),
+        ('["--kl-coef", "0.1"]', "`slime.args` has `--kl-coef`, which does nothing here"),
+    ],
+)
+def test_arguments_by_hand_change_nothing_that_the_run_decides(more: str, message: str):
+    with pytest.raises(UsageError) as caught:
+        plan(f"--slime.args={more}")
+    assert caught.value.message == message
+
+
+def test_other_arguments_by_hand_come_last():
+    script = plan('--slime.args=["--use-wandb", "--wandb-group", "my run"]').files["train.sh"]
+    assert "  --use-wandb\n  --wandb-group\n  'my run'\n)\n" in script
+
+
+def test_recorded_samples_are_trained_on_without_engines(tmp_path: Path):
+    for step in range(3):
+        (tmp_path / f"{step}.pt").touch()
+    source = ("--tasks.source=recorded", f"--tasks.dataset={tmp_path}/{{rollout_id}}.pt")
+    written = options(plan(*source))
+    assert written["--load-debug-rollout-data"] == [f"{tmp_path}/{{rollout_id}}.pt"]
+    assert written["--num-rollout"] == ["3"]
+    assert not [option for option in written if option.startswith(("--sglang", "--router", "--eval-interval"))]
+    again = options(plan("--tasks.source=recorded", f"--tasks.dataset={tmp_path}/0.pt", "--tasks.passes=5"))
+    assert again["--num-rollout"] == ["5"]
+
+
+def test_the_script_is_bash_whatever_folders_are_called():
+    config = load_run_config(
+        None,
+        ["--tasks.source=demo", "--model.name=Qwen/Qwen3-8B", "--slime.checkout=/a b/it's", "--slime.num_gpus=16"],
+    )
+    launch = BACKEND.plan(config, Path("/runs/my 'run'"))
+    checked = subprocess.run(["bash", "-n"], input=launch.files["train.sh"], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "RAY_ADDRESS:?" in launch.files["train.sh"]  # two machines need a cluster
+
+
+def test_a_models_own_config_counts_more_than_what_is_known_of_it(tmp_path: Path):
+    shape = MODELS["Qwen/Qwen3-8B"] | {"num_hidden_layers": 3, "rope_parameters": {"rope_theta": 5e6}}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    written = options(plan(model=str(tmp_path)))
+    assert (written["--num-layers"], written["--rotary-base"]) == (["3"], ["5000000"])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match="of the type `llama`"):
+        shape_arguments(read_shape(str(tmp_path)))
+
+
+def test_a_config_that_slime_stumbles_over_is_replaced_in_a_folder_of_links(tmp_path: Path):
+    model, links = tmp_path / "model", tmp_path / "run" / "links"
+    model.mkdir()
+    (model / "model.safetensors").write_text("weights")
+    (model / "config.json").write_text('{"hidden_size": 8, "shared_expert_intermediate_size": 0}')
+    for _ in range(2):  # also when the run is resumed
+        assert acceptable(model, links) == links
+    assert json.loads((links / "config.json").read_text()) == {"hidden_size": 8}
+    assert (links / "model.safetensors").read_text() == "weights"
+    assert "shared_expert" in (model / "config.json").read_text()
+    (model / "config.json").write_text('{"hidden_size": 8}')
+    assert acceptable(model, links) == model
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ((), "`slime.checkout` is not set", "git clone https://github.com/THUDM/slime"),
+        (("--slime.flavour=miles",), "`slime.checkout` is not set", "git clone https://github.com/radixark/miles"),
+        (("--slime.checkout={empty}",), "where there is no `slime/utils/arguments.py`", "--slime.checkout DIR"),
+        (
+            ("--slime.checkout={slime}", "--slime.megatron={empty}"),
+            "where there is no `megatron`",
+            "--slime.megatron DIR",
+        ),
+        (
+            ("--slime.checkout={slime}", "--slime.python=/no/python"),
+            "`/no/python`, which does not run",
+            "the Python of",
+        ),
+        (("--slime.checkout={slime}", "--slime.python=false"), "`false`, which does not run", "the Python of"),
+    ],
+)
+def test_what_is_missing_on_this_machine_is_named_with_the_next_command(
+    tmp_path: Path, words: tuple[str, ...], message: str, hint: str
+):
+    (tmp_path / "slime" / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "slime" / "utils" / "arguments.py").touch()
+    (tmp_path / "slime" / "train.py").touch()
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "empty").mkdir()
+    places = {"empty": tmp_path / "empty", "slime": tmp_path / "slime"}
+    given = [f"--slime.megatron={tmp_path}", *(word.format(**places) for word in words)]
+    config = load_run_config(None, ["--tasks.source=demo", "--model.name=Qwen/Qwen3-8B", *given])
+    with pytest.raises(DockyardError) as caught:
+        BACKEND.check(config)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
