@@ -85,6 +85,8 @@ def _notes(config: RunConfig) -> list[str]:
         notes.append(f"`engine.context_length` is not set: sequences end at {CONTEXT_LENGTH} tokens")
     if not config.rollout.max_staleness:
         notes.append("`rollout.max_staleness` is 0: rollouts that new weights overtake are dropped and begun again")
+    if config.counts_passes:
+        notes.append("every step is whole: where a pass ends within one, tasks of the next pass fill it")
     if config.tasks.holds_out:
         notes.append("the last evaluation is of the weights before the last step: Prime-RL never serves the final ones")
     return notes

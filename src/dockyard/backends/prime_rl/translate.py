@@ -108,8 +108,11 @@ def _source(result: Translation, entry: Table) -> Table:
     if plugin == PLUGIN:
         env = _harbor(result, arguments)
     else:
-        env = entry.pop("env", None) or {"taskset": entry.pop("taskset", None) or {"id": plugin, **arguments}}
-        result.notes.append(f"`args` of `{plugin}` are its `env.taskset`'s, where it has such fields")
+        harness = entry.pop("harness", None)
+        env: Table = {"taskset": entry.pop("taskset", None) or {"id": plugin, **arguments}}
+        env |= {"agent": {"harness": harness}} if harness else {}
+        if arguments:
+            result.notes.append(f"`args` of `{plugin}` are its `env.taskset`'s, where it has such fields")
     return {**entry, **({"serve": serve} if serve else {}), "env": env}
 
 
