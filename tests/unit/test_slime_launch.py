@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -300,37 +301,64 @@ def test_a_config_that_slime_stumbles_over_is_replaced_in_a_folder_of_links(tmp_
     assert acceptable(model, links) == model
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in of SLiME's with all that it needs, on a machine of 8 GPUs."""
+    files = {
+        "slime/utils/arguments.py": "",
+        "train.py": "",
+        "torch/__init__.py": "class cuda:\n    device_count = staticmethod(lambda: 8)\n",
+        **{f"{name}/__init__.py": "" for name in ("ray", "sglang", "megatron")},
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+def check(checkout: Path, *words: str) -> None:
+    given = [f"--slime.checkout={checkout}", f"--slime.megatron={checkout}", f"--slime.python={sys.executable}", *words]
+    BACKEND.check(load_run_config(None, ["--tasks.source=demo", "--model.name=Qwen/Qwen3-8B", *given]))
+
+
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ((), "`slime.checkout` is not set", "git clone https://github.com/THUDM/slime"),
-        (("--slime.flavour=miles",), "`slime.checkout` is not set", "git clone https://github.com/radixark/miles"),
-        (("--slime.checkout={empty}",), "where there is no `slime/utils/arguments.py`", "--slime.checkout DIR"),
+        ("--slime.checkout=none", "`slime.checkout` is not set", "git clone https://github.com/THUDM/slime"),
         (
-            ("--slime.checkout={slime}", "--slime.megatron={empty}"),
-            "where there is no `megatron`",
-            "--slime.megatron DIR",
+            "--slime.checkout=none --slime.flavour=miles",
+            "`slime.checkout` is not set",
+            "git clone https://github.com/radixark/miles",
         ),
+        ("--slime.flavour=miles", "where there is no `miles/utils/arguments.py`", "--slime.checkout DIR"),
+        ("--slime.megatron=empty", "where there is no `megatron`", "--slime.megatron DIR"),
+        ("--slime.python=/no/python", "`/no/python`, which does not run", "the Python of SLiME's environment"),
+        ("--slime.python=false", "`false`, which does not run", "the Python of SLiME's environment"),
         (
-            ("--slime.checkout={slime}", "--slime.python=/no/python"),
-            "`/no/python`, which does not run",
-            "the Python of",
+            "--slime.num_gpus=16 --slime.gpus_per_node=16",
+            "`slime.num_gpus` is 16, and this machine has 8",
+            "num_gpus 8",
         ),
-        (("--slime.checkout={slime}", "--slime.python=false"), "`false`, which does not run", "the Python of"),
+        ("--slime.num_gpus=16", "on several machines, and RAY_ADDRESS is not set", "export RAY_ADDRESS=HEAD:6379"),
     ],
 )
 def test_what_is_missing_on_this_machine_is_named_with_the_next_command(
-    tmp_path: Path, words: tuple[str, ...], message: str, hint: str
+    checkout: Path, words: str, message: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "slime" / "slime" / "utils").mkdir(parents=True)
-    (tmp_path / "slime" / "slime" / "utils" / "arguments.py").touch()
-    (tmp_path / "slime" / "train.py").touch()
-    (tmp_path / "megatron").mkdir()
-    (tmp_path / "empty").mkdir()
-    places = {"empty": tmp_path / "empty", "slime": tmp_path / "slime"}
-    given = [f"--slime.megatron={tmp_path}", *(word.format(**places) for word in words)]
-    config = load_run_config(None, ["--tasks.source=demo", "--model.name=Qwen/Qwen3-8B", *given])
+    monkeypatch.chdir(checkout)
     with pytest.raises(DockyardError) as caught:
-        BACKEND.check(config)
+        check(checkout, *words.split())
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_a_python_without_ray_is_told_apart_from_one_that_has_all(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    check(checkout)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check(checkout, "--slime.num_gpus=16")
+    (checkout / "ray" / "__init__.py").rename(checkout / "empty" / "__init__.py")
+    (checkout / "ray").rmdir()
+    with pytest.raises(DockyardError, match="has no `ray`"):
+        check(checkout)

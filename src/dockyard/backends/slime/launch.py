@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dockyard.backends.slime.models import Split, read_shape, shape_arguments, u
 from dockyard.backends.slime.script import HELD, Script, custom_config
 from dockyard.cache import cache_dir
 from dockyard.config import RunConfig
+from dockyard.engine.model_dir import hub_name
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir import backend_dir, task_list_file
 
@@ -134,8 +136,13 @@ def _probe(config: RunConfig, checkout: Path) -> dict[str, Any]:
 def _converted(config: RunConfig) -> Path | None:
     if config.slime.flavour == "miles":
         return None  # its bridge reads the model's own folder
-    name = Path(config.model.name).name
-    return (config.slime.converted or cache_dir() / "slime" / f"{name}-torch-dist").absolute()
+    if config.slime.converted:
+        return config.slime.converted.absolute()
+    folder = Path(config.model.name).expanduser().absolute()
+    mark = (
+        f"-{blake2b(bytes(folder), digest_size=4).hexdigest()}" if folder.is_dir() else ""
+    )  # others are called so too
+    return cache_dir().absolute() / "slime" / f"{Path(hub_name(config.model.name)).name}{mark}"
 
 
 def _refuse_together(config: RunConfig) -> None:
