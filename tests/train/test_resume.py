@@ -9,50 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
+from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, num_recorded, write_tasks
+from killable_runs import settings as killable_settings
 from processes import Process, alive, descendants
-from tiny_policy import tiny_model_dir
 
 pytestmark = pytest.mark.slow
 
-STEPS, TASKS_PER_STEP, GROUP_SIZE, NUM_HELDOUT = 5, 2, 4, 3
+STEPS, NUM_HELDOUT = 5, 3
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
-# A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
-TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
-
-
-def write_tasks(folder: Path, count: int) -> None:
-    for index in range(count):
-        task = folder / f"task-{index}"
-        for name, text in {
-            "task.toml": f'schema_version = "1.4"\n[task]\nname = "test/task-{index}"\n',
-            "instruction.md": f"Say something about the number {index}.\n",
-            "environment/Dockerfile": "FROM scratch\n",
-            "tests/test.sh": TEST_SH,
-        }.items():
-            (task / name).parent.mkdir(parents=True, exist_ok=True)
-            (task / name).write_text(text)
 
 
 def settings(folder: Path) -> list[str]:
-    write_tasks(folder / "train", 6)
     write_tasks(folder / "heldout", NUM_HELDOUT)
-    values = {
-        "steps": STEPS,
-        "seed": 3,
-        "model.name": tiny_model_dir(),
-        "model.device": "cpu",
-        "tasks.train": folder / "train",
-        "tasks.heldout": folder / "heldout",
-        "agent.name": "reply_agent:ReplyAgent",
-        "environment.type": "sandbox",
-        "engine.deterministic": "true",
-        "sampling.max_new_tokens": 24,
-        "rollout.concurrency": 4,
-        "grpo.group_size": GROUP_SIZE,
-        "grpo.tasks_per_step": TASKS_PER_STEP,
-        "trainer.lr": 0.01,
-        "trainer.save_every": 2,
-    }
+    values = killable_settings(folder, STEPS) | {"tasks.heldout": folder / "heldout"}
     return [f"--{key}={value}" for key, value in values.items()]
 
 
@@ -60,10 +29,6 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with log.open("ab") as out:
         return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
-
-
-def num_recorded(run: Path) -> int:
-    return sum(len(file.read_bytes().splitlines()) for file in run.glob("rollouts/*.jsonl"))
 
 
 def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
@@ -78,10 +43,6 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay
     process.send_signal(signal.SIGKILL)
     process.wait()
     return started
-
-
-def adapter(run: Path) -> bytes:
-    return (run / f"adapters/v{STEPS:05}/adapter_model.safetensors").read_bytes()
 
 
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_path: Path):
@@ -101,8 +62,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
     assert start([f"--resume={killed}"], log).wait() == 0, f"seed {seed}: {log.read_text()}"
 
     assert num_recorded(killed) == total  # nothing lost, nothing twice
-    assert adapter(killed) == adapter(whole), f"seed {seed}, moments {moments}"
-    assert adapter(killed) != (whole / "checkpoints/step-00002/adapter_model.safetensors").read_bytes()
+    assert adapter(killed, STEPS) == adapter(whole, STEPS), f"seed {seed}, moments {moments}"
+    assert adapter(killed, STEPS) != (whole / "checkpoints/step-00002/adapter_model.safetensors").read_bytes()
     for name in ("summary.json", "metrics.jsonl", "reward.png"):
         assert (killed / name).exists()
     steps = [line.split(b",")[0] for line in (killed / "metrics.jsonl").read_bytes().splitlines()]

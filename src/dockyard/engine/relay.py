@@ -27,7 +27,7 @@ BOOT_HEADER = "X-Dockyard-Boot"
 """Names the start of the server that a call is meant for."""
 PENDING, FAILED, OTHER_BOOT = 202, 422, 410
 _CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 type Json = dict[str, Any]
 type Call = Callable[[str, Json], Awaitable[Json]]
