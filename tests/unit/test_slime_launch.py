@@ -262,6 +262,7 @@ def test_recorded_samples_are_trained_on_without_engines(tmp_path: Path):
     assert written["--load-debug-rollout-data"] == [f"{tmp_path}/{{rollout_id}}.pt"]
     assert written["--num-rollout"] == ["3"]
     assert not [option for option in written if option.startswith(("--sglang", "--router", "--eval-interval"))]
+    assert "--use-rollout-logprobs" not in written  # a file may have none
     again = options(plan("--tasks.source=recorded", f"--tasks.dataset={tmp_path}/0.pt", "--tasks.passes=5"))
     assert again["--num-rollout"] == ["5"]
 

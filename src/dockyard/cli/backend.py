@@ -70,7 +70,7 @@ def act(arguments: argparse.Namespace) -> int:
 def _describe(backend: "Backend", config: RunConfig, *, as_json: bool) -> int:
     launch = backend.plan(config, config.run_dir.absolute())
     _say_notes(launch)
-    if config.counts_passes:
+    if config.tasks.passes and config.tasks.source != "recorded":
         say("the number of steps follows from the number of tasks, which a dry run does not look for")
     if as_json:
         parts = {name: getattr(launch, name) for name in ("command", "environment", "files", "notes")}

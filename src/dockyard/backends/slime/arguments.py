@@ -154,7 +154,11 @@ def _evaluation(config: RunConfig, places: Places) -> Arguments:
 
 
 def _loss(config: RunConfig) -> Arguments:
-    """The KL term is in the loss: under GRPO SLiME reads `--kl-coef` for its shape only."""
+    """The KL term is in the loss: under GRPO SLiME reads `--kl-coef` for its shape only.
+
+    Without recorded probabilities, which files may lack, the ratio is 1: each step is made of one batch.
+    """
+    recorded: Arguments = {"--use-rollout-logprobs": None}
     kl: Arguments = {
         "--use-kl-loss": None,
         "--kl-loss-coef": f"{config.grpo.kl_coef:g}",
@@ -164,7 +168,7 @@ def _loss(config: RunConfig) -> Arguments:
         "--advantage-estimator": "grpo",
         "--eps-clip": f"{config.grpo.clip_low:g}",
         "--eps-clip-high": f"{config.grpo.clip_high:g}",
-        "--use-rollout-logprobs": None,
+        **({} if config.tasks.source == "recorded" else recorded),
         "--entropy-coef": "0",
         **(kl if config.grpo.kl_coef else {}),
     }

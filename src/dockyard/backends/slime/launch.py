@@ -205,7 +205,9 @@ def _notes(config: RunConfig, layout: Layout, split: Split) -> list[str]:
         f"KL penalty {grpo.kl_coef:g} (low_var_kl, in the loss) against the base model"
         if grpo.kl_coef
         else "no KL penalty",
-        "clipping acts on the ratio to the probabilities recorded while sampling; "
+        "recorded probabilities are not used: a file may have none, so the ratio is 1 and clipping never acts"
+        if config.tasks.source == "recorded"
+        else "clipping acts on the ratio to the probabilities recorded while sampling",
         "lost rollouts scale a step's gradient by the share that was compared",
     ]
     if config.tasks.passes and config.slime.dynamic_sampling:
