@@ -9,64 +9,25 @@ Each key must be one that Prime-RL has: by a list of them here, and by its own c
 import json
 import os
 import subprocess
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from prime_rl_documents import ROOT, documents, leaves, written
 
 from dockyard.backends.launch import Carried, Ignored
 from dockyard.backends.prime_rl.launch import BACKEND
-from dockyard.backends.prime_rl.translate import translate
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.settings import load_run_config
 from dockyard.settings.text import settings_by_key, toml_document
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs"
 KEYS = ROOT / "tests" / "data" / "prime_rl_keys.json"
-OLD = ROOT / "tests" / "data" / "prime_rl_old.toml"
 PYTHON = Path(os.environ.get("PRIME_RL_PYTHON", ROOT / ".cache" / "verifiers-0.3.1" / "bin" / "python"))
 REPOSITORY = os.environ.get("PRIME_RL_REPO")
-
-FULL = (
-    *("--model.name=Qwen/Qwen3-8B", "--tasks.train=tasks", "--tasks.heldout_share=0.2", "--agent.name=terminus-2"),
-    *("--trainer.schedule=linear", "--trainer.warmup_steps=5", "--prime_rl.num_infer_gpus=2"),
-    *("--prime_rl.options.trainer.loss.kl_tau=0.01", "--prime_rl.options.inference.vllm.max_num_seqs=64"),
-    "--prime_rl.options.monitors.wandb.project=harbor",
-)
 
 
 def run_file(*words: str) -> RunConfig:
     return load_run_config(None, ["--tasks.train=tasks", "--model.name=Qwen/Qwen3-8B", *words])
-
-
-def written(config: RunConfig, folder: Path = Path("/runs/mine")) -> dict[str, Any]:
-    """As Prime-RL reads it."""
-    return tomllib.loads(BACKEND.plan(config, folder).files["rl.toml"])
-
-
-def documents() -> dict[str, dict[str, Any]]:
-    return {
-        "harbor_8b": tomllib.loads((CONFIGS / "harbor_8b.toml").read_text()),
-        "harbor_8b_modal": tomllib.loads((CONFIGS / "harbor_8b_modal.toml").read_text()),
-        "run_file": written(load_run_config(None, FULL)),
-        "translated": translate(tomllib.loads(OLD.read_text())).values,
-    }
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; those inside a list have no number."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{path}.{name}" if path else name)
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for inner in value:
-            yield from leaves(inner, path)
-    else:
-        yield path, value
 
 
 @pytest.mark.parametrize("name", documents())
@@ -228,6 +189,11 @@ def test_a_run_goes_on_from_its_checkpoint_and_begins_again_without_one(tmp_path
     again = written(run_file(), tmp_path)
     assert again["resume"] == {}
     assert "clean" not in again
+
+
+def test_a_step_to_go_on_from_may_be_named(tmp_path: Path):
+    (tmp_path / "backend" / "prime-rl" / "checkpoints" / "step_10").mkdir(parents=True)
+    assert written(run_file("--prime_rl.options.resume.step=5"), tmp_path)["resume"] == {"step": 5}
 
 
 def test_prime_rl_must_be_where_the_run_file_says(tmp_path: Path):

@@ -34,7 +34,7 @@ class PrimeRL:
     def plan(self, config: RunConfig, folder: Path) -> Launch:
         _refuse_contradictions(config)
         outputs = backend_dir(folder)
-        values = rl_settings(config, folder, outputs) | _left_behind(outputs / RUN)
+        values = _left_behind(outputs / RUN) | rl_settings(config, folder, outputs)
         rl = find_rl(config.prime_rl.checkout)
         return Launch(
             command=(str(rl or "rl"), "@", str(outputs / FILE)),

@@ -116,7 +116,7 @@ def _source(config: RunConfig, folder: Path, split: str) -> Table:
 def _renderer(config: RunConfig) -> Table:
     from renderers.base import MODEL_RENDERER_MAP  # brings the OpenAI client along
 
-    if config.prime_rl.renderer:
+    if "name" in config.prime_rl.renderer:
         return config.prime_rl.renderer
     model = config.model.name
     if model not in MODEL_RENDERER_MAP:
