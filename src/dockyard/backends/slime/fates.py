@@ -11,6 +11,7 @@ _CARRIED = {
     "tasks.passes": "--num-rollout",
     "tasks.heldout": "--eval-interval --eval-prompt-data",
     "tasks.heldout_share": "--eval-interval --eval-prompt-data",
+    "tasks.dataset": "--load-debug-rollout-data",
     "sampling.temperature": "--rollout-temperature",
     "sampling.eval_temperature": "--eval-temperature",
     "sampling.max_new_tokens": "--rollout-max-response-len",
@@ -32,7 +33,7 @@ _CARRIED = {
     "eval.samples": "--n-samples-per-eval-prompt",
 }
 _BY_ROLLOUTS = (
-    *("tasks.source", "tasks.train", "tasks.dataset", "tasks.registry", "tasks.split", "tasks.map"),
+    *("tasks.source", "tasks.train", "tasks.registry", "tasks.split", "tasks.map"),
     *("tasks.repositories", "tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
     "tasks.num_heldout",
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
@@ -62,8 +63,8 @@ _LORA = {"trainer.lora_r": "--lora-rank", "trainer.lora_alpha": "--lora-alpha"}
 
 def fate(key: str, config: RunConfig) -> Fate:
     """By the setting's dotted key. Those of the section `slime` are options of the launch itself."""
-    if config.tasks.source == "recorded" and key in ("tasks.heldout", "tasks.heldout_share"):
-        return Ignored("without engines nothing is evaluated")
+    if config.tasks.source == "recorded" and key in ("tasks.heldout", "tasks.heldout_share", "rollout.max_staleness"):
+        return Ignored("recorded samples are trained on without engines")
     if key in _BY_ROLLOUTS:
         return Carried("rollouts")
     if key in _LORA:

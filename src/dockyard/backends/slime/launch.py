@@ -1,35 +1,27 @@
 """Hands a run to SLiME: the model's shape, the GPUs, the arguments and the script become one `Launch`."""
 
-import json
-import os
-import subprocess
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from dockyard.backends.launch import Fate, Launch
-from dockyard.backends.slime.arguments import Places, arguments, check_more, is_evaluated
+from dockyard.backends.slime.arguments import Places, arguments, check_more
 from dockyard.backends.slime.fates import fate
-from dockyard.backends.slime.layout import Layout, lay_out
-from dockyard.backends.slime.models import Split, read_shape, shape_arguments, usual_split
+from dockyard.backends.slime.layout import lay_out
+from dockyard.backends.slime.machine import check_machine, checkout_of
+from dockyard.backends.slime.models import read_shape, shape_arguments, usual_split
+from dockyard.backends.slime.notes import notes
 from dockyard.backends.slime.script import HELD, Script, custom_config
 from dockyard.cache import cache_dir
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import hub_name
-from dockyard.errors import DockyardError, UsageError
+from dockyard.errors import UsageError
 from dockyard.run_dir import backend_dir, task_list_file
 
 _SCRIPT, _CUSTOM = "train.sh", "dockyard.yaml"
-_CLONE = {"slime": "https://github.com/THUDM/slime", "miles": "https://github.com/radixark/miles"}
+_PLACE = "{rollout_id}"
 _LARGE_B = 16.0
 """Models with more weights, in billions, are converted by all GPUs of a machine."""
-_PROBE = """
-import importlib.util, json
-wanted = ["torch", "ray", "sglang", "megatron", "dockyard"]
-missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-gpus = 0 if "torch" in missing else __import__("torch").cuda.device_count()
-print(json.dumps({"missing": missing, "gpus": gpus}))
-"""
 
 
 class _Slime:
@@ -41,49 +33,30 @@ class _Slime:
         return fate(key, config)
 
     def check(self, config: RunConfig) -> None:
-        checkout = _checkout(config)
-        _check_folders(config, checkout)
-        found = _probe(config, checkout)
-        if found["missing"]:
-            names = ", ".join(f"`{name}`" for name in found["missing"])
-            hint = (
-                "start in SLiME's image (`slimerl/slime:latest`) with `pip install dockyard`, or set `--slime.python`"
-            )
-            raise DockyardError(f"`{config.slime.python}` has no {names}", hint=hint)
-        needed = config.slime.num_gpus
-        if needed > config.slime.gpus_per_node:
-            if not os.environ.get("RAY_ADDRESS"):
-                hint = "`ray start` on each machine, then `export RAY_ADDRESS=HEAD:6379`"
-                raise DockyardError(f"{needed} GPUs are on several machines, and RAY_ADDRESS is not set", hint=hint)
-        elif found["gpus"] < needed:
-            hint = (
-                f"`--slime.num_gpus {found['gpus']}`" if found["gpus"] else "`--write` writes the files for elsewhere"
-            )
-            raise DockyardError(f"`slime.num_gpus` is {needed}, and this machine has {found['gpus']} GPUs", hint=hint)
+        check_machine(config)
 
     def plan(self, config: RunConfig, folder: Path) -> Launch:
+        slime = config.slime
         _refuse_together(config)
         config = _with_recorded(config)
         shape = read_shape(config.model.name)
+        model_arguments = shape_arguments(shape)
         layout = lay_out(config, split := usual_split(shape))
         config = _with_context(config, shape["max_position_embeddings"])
         backend = backend_dir(folder)
         ours = arguments(config, layout, Places(folder=backend, task_list=task_list_file(folder)))
-        model_arguments = shape_arguments(shape)
-        check_more(config.slime.args, ours | model_arguments)
+        check_more(slime.args, ours | model_arguments)
         script = Script(
-            slime=config.slime,
-            checkout=_checkout(config),
+            slime=slime,
+            checkout=checkout_of(config),
             model=config.model.name,
             shape=model_arguments,
             arguments=ours,
-            more=config.slime.args,
+            more=slime.args,
             run=folder,
             folder=backend,
             converted=_converted(config),
-            num_converting=min(config.slime.num_gpus, config.slime.gpus_per_node)
-            if split.num_params_b > _LARGE_B
-            else 1,
+            num_converting=min(slime.num_gpus, slime.gpus_per_node) if split.num_params_b > _LARGE_B else 1,
             is_async=config.rollout.max_staleness > 0,
             num_nodes=layout.nodes,
         )
@@ -91,46 +64,11 @@ class _Slime:
             command=("bash", str(backend / _SCRIPT)),
             files={_SCRIPT: script.text(), _CUSTOM: custom_config(folder)},
             environment={HELD: "1"},
-            notes=tuple(_notes(config, layout, split)),
+            notes=tuple(notes(config, layout, split)),
         )
 
 
 BACKEND = _Slime()
-
-
-def _checkout(config: RunConfig) -> Path:
-    if config.slime.checkout is None:
-        hint = f"`git clone {_CLONE[config.slime.flavour]}`, then `--slime.checkout DIR`"
-        raise UsageError("`slime.checkout` is not set", hint=hint)
-    return config.slime.checkout.absolute()
-
-
-def _check_folders(config: RunConfig, checkout: Path) -> None:
-    slime = config.slime
-    for option, folder, inside in (
-        ("checkout", checkout, f"{slime.flavour}/utils/arguments.py"),
-        ("checkout", checkout, "train.py"),
-        ("megatron", slime.megatron, "megatron"),
-    ):
-        if not (folder / inside).exists():
-            clone = _CLONE[slime.flavour] if option == "checkout" else "https://github.com/NVIDIA/Megatron-LM"
-            hint = f"`git clone {clone}`, then `--slime.{option} DIR`"
-            raise DockyardError(f"`slime.{option}` is `{folder}`, where there is no `{inside}`", hint=hint)
-
-
-def _probe(config: RunConfig, checkout: Path) -> dict[str, Any]:
-    """What the Python that runs SLiME has."""
-    slime = config.slime
-    paths = (str(checkout), str(slime.megatron.absolute()), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": ":".join(path for path in paths if path)}
-    try:
-        done = subprocess.run(
-            [slime.python, "-c", _PROBE], capture_output=True, text=True, env=environment, timeout=300
-        )
-        return json.loads(done.stdout.splitlines()[-1])
-    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired) as error:
-        message = f"`slime.python` is `{slime.python}`, which does not run: {error}"
-        raise DockyardError(message, hint="name the Python of SLiME's environment") from None
 
 
 def _converted(config: RunConfig) -> Path | None:
@@ -139,10 +77,10 @@ def _converted(config: RunConfig) -> Path | None:
     if config.slime.converted:
         return config.slime.converted.absolute()
     folder = Path(config.model.name).expanduser().absolute()
-    mark = (
-        f"-{blake2b(bytes(folder), digest_size=4).hexdigest()}" if folder.is_dir() else ""
-    )  # others are called so too
-    return cache_dir().absolute() / "slime" / f"{Path(hub_name(config.model.name)).name}{mark}"
+    name = Path(hub_name(config.model.name)).name
+    if folder.is_dir():  # others may be called so too
+        name += f"-{blake2b(bytes(folder), digest_size=4).hexdigest()}"
+    return cache_dir().absolute() / "slime" / name
 
 
 def _refuse_together(config: RunConfig) -> None:
@@ -158,6 +96,11 @@ def _refuse_together(config: RunConfig) -> None:
             f"Miles sends adapters to engines of their own only from a pipeline of 1, not {slime.pipeline_parallel}",
             "`--slime.pipeline_parallel 1`",
         ),
+        (
+            slime.dynamic_sampling and config.tasks.source == "recorded",
+            "`slime.dynamic_sampling` has nothing to sample from: `tasks.source` is `recorded`",
+            "`--slime.dynamic_sampling false`",
+        ),
     )
     for broken, problem, hint in rules:
         if broken:
@@ -168,18 +111,18 @@ def _with_recorded(config: RunConfig) -> RunConfig:
     """Recorded samples: a file per step, or one for all passes."""
     if config.tasks.source != "recorded":
         return config
-    dataset = Path(config.tasks.dataset or "").absolute()
-    if dataset.suffix != ".pt":
+    dataset = str(Path(config.tasks.dataset or "").absolute())
+    if not dataset.endswith(".pt"):
         hint = "`dockyard convert JOB --output FILE.pt` writes one; `dockyard train` learns from other recordings"
         raise UsageError(f"`tasks.dataset` is `{dataset}`; SLiME reads recorded samples from `.pt` files", hint=hint)
-    if "{rollout_id}" in dataset.name:
-        steps = next(n for n in range(2**31) if not dataset.with_name(dataset.name.format(rollout_id=n)).exists())
+    if _PLACE in dataset:
+        steps = next(step for step in count() if not Path(dataset.replace(_PLACE, str(step))).exists())
     else:
-        steps = (config.tasks.passes or 1) if dataset.exists() else 0
+        steps = (config.tasks.passes or 1) if Path(dataset).exists() else 0
     if not steps:
-        hint = "`{rollout_id}` in its name counts from 0; `--slime.save_rollouts true` keeps a run's samples"
+        hint = f"`{_PLACE}` in its name counts from 0; `--slime.save_rollouts true` keeps a run's samples"
         raise UsageError(f"`tasks.dataset` is `{dataset}`, which does not exist", hint=hint)
-    tasks = config.tasks.model_copy(update={"dataset": str(dataset)})
+    tasks = config.tasks.model_copy(update={"dataset": dataset})
     return config.model_copy(update={"tasks": tasks, "steps": steps})
 
 
@@ -192,32 +135,3 @@ def _with_context(config: RunConfig, most: int) -> RunConfig:
     return config.model_copy(
         update={"engine": engine.model_copy(update={"context_length": engine.context_length or most})}
     )
-
-
-def _notes(config: RunConfig, layout: Layout, split: Split) -> list[str]:
-    grpo, what = config.grpo, "LoRA adapters" if config.slime.flavour == "miles" else "all weights"
-    notes = [
-        f"{config.slime.flavour} trains {what} of {config.model.name} ({split.num_params_b:.1f} billion) on "
-        f"{config.slime.num_gpus} GPUs: {layout}",
-        f"each step: {grpo.tasks_per_step} tasks × {grpo.group_size} rollouts, one update; contexts up to "
-        f"{config.engine.context_length} tokens, those above {config.trainer.micro_batch_tokens * layout.context} "
-        "in a pass of their own",
-        f"KL penalty {grpo.kl_coef:g} (low_var_kl, in the loss) against the base model"
-        if grpo.kl_coef
-        else "no KL penalty",
-        "recorded probabilities are not used: a file may have none, so the ratio is 1 and clipping never acts"
-        if config.tasks.source == "recorded"
-        else "clipping acts on the ratio to the probabilities recorded while sampling",
-        "lost rollouts scale a step's gradient by the share that was compared",
-    ]
-    if config.tasks.passes and config.slime.dynamic_sampling:
-        notes.append("SLiME's own loop knows no end of a pass: the steps are counted, the last may begin another pass")
-    if layout.offload:
-        notes.append("the optimiser's state is kept in the host's memory: it does not fit the GPUs")
-    if config.trainer.warmup_steps and config.trainer.schedule == "linear":
-        notes.append("the learning rate falls from the end of the warm-up on, not from the first step")
-    if is_evaluated(config) and config.rollout.max_staleness:
-        notes.append(
-            "held-out tasks are attempted after the last step only: asynchronous training has no evaluation before"
-        )
-    return notes

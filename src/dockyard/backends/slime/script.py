@@ -86,12 +86,15 @@ class Script:
         )
         tool = shlex.quote(str(self.checkout / "tools" / "convert_hf_to_torch_dist.py"))
         return (
+            'mkdir -p "$(dirname "$REFERENCE")"\n'
+            'exec 8>"$REFERENCE.lock"\n'
+            "flock 8  # another run may be at it\n"
             'if [ ! -e "$REFERENCE/latest_checkpointed_iteration.txt" ]; then\n'
             '  rm -rf "$REFERENCE.part"\n'
-            '  mkdir -p "$(dirname "$REFERENCE")"\n'
             f'  {python}{launcher} {tool} "${{SHAPE[@]}}" --hf-checkpoint "$MODEL" --save "$REFERENCE.part"\n'
             '  mv -T "$REFERENCE.part" "$REFERENCE"\n'
             "fi\n"
+            "exec 8>&-\n"
         )
 
     def _train(self) -> str:
