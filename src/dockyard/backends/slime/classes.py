@@ -51,6 +51,12 @@ def filter_output(*, keep: bool, reason: str | None) -> Any:
     return output(keep=keep, reason=reason, keep_when_insufficient=True)
 
 
+def is_batch_full(args: Any) -> bool:
+    """Whether SLiME's own loop has all groups of this step, and drops the others."""
+    loop: Any = sys.modules.get("slime.rollout.sglang_rollout")
+    return loop is not None and loop.GenerateState(args).aborted
+
+
 def adapter_name(args: Any) -> str | None:
     """The LoRA adapter to sample from, which only Miles has."""
     if "miles" not in sys.modules:

@@ -73,13 +73,14 @@ class Crew:
 
     def _work(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
+            self._loop.run_until_complete(self._serve())
         except BaseException as error:  # whoever waits for the start hears of it there
             if self._opened.done():
                 logger.exception("rollouts for SLiME ended")
             else:
                 self._opened.set_exception(error)
+        finally:  # as the process ends, no thread can be started any more: so not by `asyncio.run`
+            self._loop.close()
 
     async def _serve(self) -> None:
         async with (
@@ -112,6 +113,7 @@ class Crew:
         return await self._begun.pop(step)
 
     async def _attempt(self, task: str, group: int, index: int, evaluation: bool) -> Rollout:
+        self._is_training = self._is_training or not evaluation
         sampling, phase = self.config.sampling, EVAL if evaluation else ROLLOUTS
         attempt = Attempt(
             name=f"{phase}-{group:03}-{index:02}",

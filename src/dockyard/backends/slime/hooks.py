@@ -14,10 +14,17 @@ SLiME's own loop, which can draw more groups than it needs, runs one rollout at 
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from dockyard.backends.slime.classes import Entry, SlimeSample, eval_output, filter_output, train_output
+from dockyard.backends.slime.classes import (
+    Entry,
+    SlimeSample,
+    eval_output,
+    filter_output,
+    is_batch_full,
+    train_output,
+)
 from dockyard.backends.slime.crew import Crew
 from dockyard.backends.slime.post import Post, run_folder
 from dockyard.backends.slime.rewards import rollout_of, scored_groups
@@ -40,6 +47,7 @@ __all__ = [
     "reward_post_process",
 ]
 
+_WATCH_S = 1.0
 _crews: dict[Post, Crew] = {}
 _opening = threading.Lock()
 
@@ -107,10 +115,26 @@ async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, An
     crew = await asyncio.to_thread(crew_of, args)
     group, index = sample.group_index or 0, sample.index or 0
     task, attempt = str(sample.metadata.get("task", "")), int(sample.metadata.get("attempt", 0))
-    rollout = await crew.attempt(task, group, attempt, evaluation=evaluation)
+    rollout = await _while_wanted(args, crew.attempt(task, group, attempt, evaluation=evaluation))
+    if rollout is None:
+        sample.status = type(sample.status)(Status.ABORTED)
+        return sample
     numbers = SampleNumbers(first_group=group, first_rollout=index)
     samples = rollout_samples(rollout, task, numbers, crew.config, crew.renderer)
     return samples[-1] if evaluation or len(samples) == 1 else samples
+
+
+async def _while_wanted(args: Any, rollout: Coroutine[Any, Any, Rollout]) -> Rollout | None:
+    """None where SLiME's batch was full first: it waits for what is under way, for which it has no use."""
+    working = asyncio.ensure_future(rollout)
+    try:
+        while not working.done():
+            await asyncio.wait({working}, timeout=_WATCH_S)
+            if not working.done() and is_batch_full(args):
+                return None
+        return working.result()
+    finally:
+        working.cancel()
 
 
 def even_out(args: Any, groups: list[list[Entry]]) -> None:
