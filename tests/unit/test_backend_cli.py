@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dockyard.backends import warden
-from dockyard.backends.launch import Backend, Carried, Launch, start
+from dockyard.backends.launch import Backend, Carried, Launch, clear_away, start
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
 from dockyard.backends.task_list import read_task_list
@@ -163,6 +163,21 @@ def test_a_command_gets_its_environment_and_folder_and_gives_its_code(tmp_path: 
     command = (sys.executable, "-c", script)
     assert start(Launch(command=command, environment={"MINE": "yes"}, directory=tmp_path)) == code
     assert (tmp_path / "here").read_text() == "yes"
+
+
+def test_containers_that_killed_processes_left_are_removed_where_docker_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    clear_away("sandbox")
+    assert not (tmp_path / "asked").exists()
+    clear_away("docker")
+    assert "label=dockyard.owner" in (tmp_path / "asked").read_text()
+    docker.write_text("#!/bin/sh\necho Cannot connect to the Docker daemon >&2\nexit 1\n")
+    clear_away("docker")  # which the next run makes up for
 
 
 def guarded(script: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:

@@ -4,11 +4,14 @@ A `Backend` turns a run's settings into a command. Whatever the engine, its comm
 when we are told to, and ends with us, while we hold the run's folder.
 """
 
+import asyncio
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -17,11 +20,16 @@ from dockyard.backends import warden
 from dockyard.backends.task_list import write_task_list
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
+from dockyard.rollout.docker.engine import DockerError
+from dockyard.rollout.docker.janitor import remove_leftovers
+from dockyard.rollout.faults import DockerUnreachableError
 from dockyard.run_dir import RunDir
 from dockyard.run_dir.durable import disk_errors, write_atomically
 from dockyard.settings.problems import Problem, raise_if_any
 from dockyard.settings.written import Written, setting_text
 from dockyard.tasks.order import num_steps
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0
 """How long a command that is asked to stop may take over it."""
@@ -42,7 +50,7 @@ class Ignored:
     """Nothing would come of the setting, so a run that has it written is refused."""
 
     why: str
-    """A sentence's end: "`trainer.lora_r` is ignored by slime: ..."."""
+    """Ends the sentence "slime ignores `trainer.lora_r`, ...: "."""
 
 
 type Fate = Carried | Ignored
@@ -135,3 +143,12 @@ def start(launch: Launch) -> int:
     finally:
         process.stdin.close()  # the warden ends the command, as it does when we die
         process.wait()
+
+
+def clear_away(environment_type: str) -> None:
+    """Remove containers that processes of the command left behind when they were killed."""
+    if environment_type != "docker":
+        return
+    with suppress(DockerError, DockerUnreachableError, TimeoutError):  # the next run's janitor removes them
+        if leftovers := asyncio.run(remove_leftovers()):
+            logger.info("removed what the run left behind: %s", leftovers)

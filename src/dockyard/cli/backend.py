@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
@@ -29,8 +30,6 @@ type _Verb = Literal["backend slime", "backend prime-rl"]
 
 _DROP = Flag("--drop", "run without these settings, which the backend ignores", {"metavar": "KEY,KEY"})
 FLAGS = (Flag("--write", "write the run's folder with all files, and start nothing"), _DROP)
-
-
 _ABOUT: dict[_Verb, str] = {
     "backend slime": "Train with SLiME: Megatron, SGLang and Ray.",
     "backend prime-rl": "Train with Prime-RL: FSDP and vLLM.",
@@ -78,7 +77,7 @@ def _describe(backend: "Backend", config: RunConfig, *, as_json: bool) -> int:
         return 0
     for name, text in launch.files.items():
         print_data(f"# {name}\n{text}\n")
-    print_data(f"# command\n{' '.join(launch.command)}\n")
+    print_data(f"# command\n{shlex.join(launch.command)}\n")
     return 0
 
 
@@ -88,7 +87,7 @@ def _say_notes(launch: "Launch") -> None:
 
 
 def _work(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work:
-    from dockyard.backends.launch import prepare, start
+    from dockyard.backends.launch import clear_away, prepare, start
     from dockyard.collect import check_run
     from dockyard.collect.task_sets import check_tasks
 
@@ -106,7 +105,10 @@ def _work(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work:
         if write_only:
             say(f"wrote {_names(run, launch)}; {again} starts it")
             return 0
-        code = start(launch)
+        try:
+            code = start(launch)
+        finally:
+            clear_away(config.environment.type)
         if code:
             say(f"{backend.name} ended with code {code}; {again} continues from its last checkpoint")
         return 1 if code else 0
