@@ -159,12 +159,12 @@ def test_an_old_file_is_launched_from_a_new_one_beside_it(tmp_path: Path):
 
 def test_a_file_of_today_is_launched_as_it_is():
     own = read_own_file(TODAY)
-    assert (own.file, own.text, own.notes) == (TODAY, None, ())
+    assert (own.file, own.text, own.environments, own.notes) == (TODAY, None, ("docker",), ())
 
 
 @pytest.mark.parametrize(
     ("tasks_dir", "message"),
-    [("tasks_dir = 'nowhere'", "`nowhere` is not a folder of tasks"), ("", "tasks_dir` in `")],
+    [("tasks_dir = 'nowhere'", "`nowhere` is not a folder of tasks"), ("", "`tasks_dir` of a taskset in `")],
 )
 def test_tasks_that_are_not_there_are_found_before_a_model_is_loaded(tmp_path: Path, tasks_dir: str, message: str):
     file = tmp_path / "rl.toml"

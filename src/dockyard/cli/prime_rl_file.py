@@ -1,6 +1,7 @@
 """`dockyard backend prime-rl FILE` for a file that is Prime-RL's own and no run file."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from dockyard.cli.run_file import EXIT_STOPPED
@@ -21,7 +22,7 @@ def is_own(file: Path) -> bool:
 
 def act(arguments: argparse.Namespace) -> int:
     """Launch it as it is, or translated. Options that are none of ours are for Prime-RL."""
-    from dockyard.backends.launch import start
+    from dockyard.backends.launch import clear_away, start
     from dockyard.backends.prime_rl.own_file import read_own_file
     from dockyard.backends.prime_rl.programs import check_installed, find_rl
 
@@ -35,7 +36,7 @@ def act(arguments: argparse.Namespace) -> int:
     for note in launch.notes:
         say(note)
     if arguments.dry_run:
-        print_data(f"{own.text or ''}# command\n{' '.join(launch.command)}\n")
+        print_data(f"{own.text or ''}# command\n{shlex.join(launch.command)}\n")
         return 0
     own.write()
     if arguments.write:
@@ -48,3 +49,6 @@ def act(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         say("stopped")
         return EXIT_STOPPED
+    finally:
+        for environment in own.environments:
+            clear_away(environment)

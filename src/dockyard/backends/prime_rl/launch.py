@@ -14,8 +14,8 @@ from dockyard.settings.text import toml_document
 
 FILE = "rl.toml"
 _DIFFERENCES = (
-    "advantages are rewards less their group's mean, not divided by its deviation, and the loss is a mean over tokens",
-    "it trims ratios by its own rule, and its KL term is against the weights that sampled, not the base model",
+    "Prime-RL's advantages are rewards less their group's mean, undivided, and its loss is a mean over tokens",
+    "Prime-RL clips by a rule of its own, and its KL term is against the weights that sampled, not the base model",
 )
 
 
