@@ -1,7 +1,7 @@
 """SLiME's own plugin contract tests, pointed at our hooks: `python tests/slime_contracts.py SLIME_CHECKOUT`.
 
-Rollouts are real Harbor trials in sandboxes, behind a scripted router. Needs the development install, and a package that
-SLiME imports: `pip install pylatexenc`.
+Rollouts are real Harbor trials in sandboxes, behind a scripted router. Needs the development install, and a package
+that SLiME imports: `pip install pylatexenc`.
 """
 
 import os
@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 
 from scripted_router import ScriptedRouter, new_run
 from server_fakes import served
+
+from dockyard.run_dir import RunDir
 
 _HOOKS = {
     "ROLLOUT_FUNCTION_PATH": "generate_rollout",
@@ -34,26 +36,27 @@ def main(checkout: Path) -> int:
 
 
 def _run(checkout: Path, contracts: Path, hooks: dict[str, str]) -> int:
-    with TemporaryDirectory() as folder, served(ScriptedRouter()) as router:
-        with new_run(
-            Path(folder) / "run",
-            tasks={"source": "demo", "num_train": 4, "num_heldout": 4},
-            grpo={"group_size": 2, "tasks_per_step": 2},
-            rollout={"max_staleness": 2, "max_lost_share": 1.0},
-        ) as run:
-            environment = {
-                **os.environ,
-                **{f"SLIME_CONTRACT_{name}": f"slime_contract_hooks.{hook}" for name, hook in hooks.items()},
-                "PYTHONPATH": os.pathsep.join(
-                    map(str, (checkout, checkout / "tests", Path(__file__).parent, *sys.path))
-                ),
-                "SLIME_REPO": str(checkout),
-                "CONTRACT_RUN": str(run.path),
-                "CONTRACT_ROUTER": router.url,
-                "HARBOR_TELEMETRY": "off",
-            }
-            words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--asyncio-mode=auto"]
-            return subprocess.run([*words, "--rootdir", contracts, contracts], cwd=checkout, env=environment).returncode
+    with TemporaryDirectory() as folder, served(ScriptedRouter()) as router, _new_run(Path(folder)) as run:
+        environment = {
+            **os.environ,
+            **{f"SLIME_CONTRACT_{name}": f"slime_contract_hooks.{hook}" for name, hook in hooks.items()},
+            "PYTHONPATH": os.pathsep.join(map(str, (checkout, checkout / "tests", Path(__file__).parent, *sys.path))),
+            "SLIME_REPO": str(checkout),
+            "CONTRACT_RUN": str(run.path),
+            "CONTRACT_ROUTER": router.url,
+            "HARBOR_TELEMETRY": "off",
+        }
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", contracts, contracts]
+        return subprocess.run(words, cwd=checkout, env=environment).returncode
+
+
+def _new_run(folder: Path) -> RunDir:
+    return new_run(
+        folder / "run",
+        tasks={"source": "demo", "num_train": 4, "num_heldout": 4},
+        grpo={"group_size": 2, "tasks_per_step": 2},
+        rollout={"max_staleness": 2},
+    )
 
 
 if __name__ == "__main__":
