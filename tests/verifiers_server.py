@@ -3,20 +3,27 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import verifiers.v1 as vf
 from npm_tokenizers import tokenizer_dir
+from scripted_policy import Drawn
 from verifiers.v1.serve import EnvClient, serve_env
-from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+from verifiers.v1.utils.loaders import load_taskset, resolve_env_config, taskset_config_type
 from vllm_generate_fake import MODEL
+
+from dockyard.config import RunConfig
+from dockyard.run_dir import RunDir
 
 PATIENCE_S = 300.0
 """Bounds what hangs. Nothing takes as long."""
+_NO_KEY = "DOCKYARD_TEST_NO_KEY"
 
 
 def env_config(taskset: dict[str, Any], harness: dict[str, Any], **agent: Any) -> vf.EnvConfig:
@@ -25,32 +32,32 @@ def env_config(taskset: dict[str, Any], harness: dict[str, Any], **agent: Any) -
     return resolve_env_config({"taskset": {"id": "harbor_env", **taskset}, "agent": {"harness": named, **agent}})
 
 
+def run_folder(path: Path, settings: dict[str, Any]) -> str:
+    """A run with these settings, as `dockyard backend` leaves it for the plug-in."""
+    RunDir.create(path, RunConfig.model_validate({"tasks": {"train": str(path / "tasks")}, **settings})).close()
+    return str(path)
+
+
+def task_data(folder: Path) -> dict[str, Any]:
+    """The task in this folder as it goes over the wire."""
+    config = taskset_config_type("harbor_env").model_validate({"id": "harbor_env", "tasks_dir": str(folder)})
+    (task,) = load_taskset(config)
+    return task.data.model_dump(mode="json")
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A server that is up."""
 
     process: BaseProcess
     client: EnvClient
-    config: vf.EnvConfig
 
-    @property
-    def tasks(self) -> list[dict[str, Any]]:
-        """As they go over the wire."""
-        return [task.data.model_dump(mode="json") for task in load_taskset(self.config.taskset)]
-
-    async def run(self, engine_url: str, task: int = 0) -> vf.WireEpisode:
-        """One episode, drawn from the vLLM at this address."""
+    async def trace(self, engine_url: str, task: dict[str, Any]) -> vf.WireTrace:
+        """The trace of one episode, drawn from the vLLM at this address."""
+        sampling = vf.SamplingConfig.model_validate({"temperature": 1.0})
         async with asyncio.timeout(PATIENCE_S):
-            return await self.client.run(
-                train_client(engine_url),
-                MODEL,
-                vf.SamplingConfig.model_validate({"temperature": 1.0}),
-                self.tasks[task],
-            )
-
-    async def trace(self, engine_url: str, task: int = 0) -> vf.WireTrace:
-        """The one trace of one episode."""
-        (trace,) = (await self.run(engine_url, task)).traces
+            episode = await self.client.run(train_client(engine_url), MODEL, sampling, task)
+        (trace,) = episode.traces
         return trace
 
 
@@ -59,7 +66,7 @@ def train_client(engine_url: str) -> vf.TrainClientConfig:
     return vf.TrainClientConfig.model_validate(
         {
             "base_url": f"{engine_url}/v1",
-            "api_key_var": "DOCKYARD_TEST_NO_KEY",
+            "api_key_var": _NO_KEY,
             "renderer_model_name": str(tokenizer_dir("qwen3")),
             "renderer": {"name": "qwen3", "thinking_retention": "all"},
         }
@@ -68,18 +75,19 @@ def train_client(engine_url: str) -> vf.TrainClientConfig:
 
 @asynccontextmanager
 async def served(config: vf.EnvConfig, *, workers: int = 1) -> AsyncGenerator[Served]:
-    """A server whose workers are processes of their own, ended with the block."""
+    """A server in a process of its own; several workers are processes of theirs. Ended with the block."""
     context = multiprocessing.get_context("spawn")
     addresses: multiprocessing.Queue[str] = context.Queue()
-    os.environ.setdefault("DOCKYARD_TEST_NO_KEY", "none")
+    os.environ.setdefault(_NO_KEY, "none")
     process = context.Process(target=serve, args=(config.model_dump(mode="json"), workers, addresses))
     process.start()
     try:
-        address = await asyncio.to_thread(addresses.get, timeout=PATIENCE_S)
-        client = EnvClient(address)
-        await client.wait_for_server_startup(timeout=PATIENCE_S)
+        await eventually(lambda: not (addresses.empty() and process.is_alive()))
+        assert process.is_alive(), "the server ended at once"
+        client = EnvClient(addresses.get())
         try:
-            yield Served(process, client, config)
+            await client.wait_for_server_startup(timeout=PATIENCE_S)
+            yield Served(process, client)
         finally:
             await client.close()
     finally:
@@ -92,4 +100,27 @@ def serve(config: dict[str, Any], workers: int, addresses: Any) -> None:
     """What the server's process runs."""
     serve_env(
         max_workers=workers, address="tcp://127.0.0.1:0", address_queue=addresses, elastic=False, config_data=config
+    )
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what happens in other processes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def assert_as_drawn(trace: vf.WireTrace, drawn: list[Drawn]) -> None:
+    """Every token that the engine drew is trained in some branch, as itself, after exactly what the engine saw."""
+    for one in drawn:
+        assert any(_holds(branch, one) for branch in trace.branches)
+    assert sum(sum(node.mask) for node in trace.nodes) == sum(len(one.generation.token_ids) for one in drawn)
+
+
+def _holds(branch: vf.Branch, one: Drawn) -> bool:
+    start, end = len(one.prompt_ids), len(one.after)
+    return (
+        np.array_equal(branch.token_ids[:end], one.after)
+        and all(branch.sampled_mask[start:end])
+        and np.array_equal(np.array(branch.logprobs[start:end], np.float32), one.generation.logprobs)
     )

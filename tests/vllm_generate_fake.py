@@ -16,10 +16,11 @@ MODEL = "policy"
 
 @dataclass
 class GenerateFake:
-    """One server. A call that the engine fails gets status 500, which clients take for the engine's failure."""
+    """One server. A call that the engine fails gets `failure_status`, which clients take for the engine's failure."""
 
     engine: Engine
     max_model_len: int = 131_072
+    failure_status: int = 500
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first call."""
     num_calls: int = 0
@@ -41,7 +42,7 @@ class GenerateFake:
                 )
             )
         except Exception as error:  # whatever a test's engine raises
-            return web.json_response({"error": {"message": str(error)}}, status=500)
+            return web.json_response({"error": {"message": str(error)}}, status=self.failure_status)
         if isinstance(drawn, ContextOverflow):
             message = f"This model's maximum context length is {drawn.context_length} tokens. Your prompt is longer."
             return web.json_response({"error": {"message": message}}, status=400)
@@ -64,9 +65,11 @@ def _choice(drawn: Generation) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def generate_fake(engine: Engine, *, max_model_len: int = 131_072) -> AsyncGenerator[GenerateFake]:
+async def generate_fake(
+    engine: Engine, *, max_model_len: int = 131_072, failure_status: int = 500
+) -> AsyncGenerator[GenerateFake]:
     """A server on a free port of this machine."""
-    fake = GenerateFake(engine, max_model_len)
+    fake = GenerateFake(engine, max_model_len, failure_status)
     app = web.Application(client_max_size=2**26)
     app.router.add_post("/inference/v1/generate", fake.generate)
     app.router.add_get("/v1/models", fake.models)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes an environment of its own with Dockyard and one release of verifiers, which wants an older OpenAI client than
-# the others' dependencies, and prints the path of its Python. Quick when it is there already.
+# Makes an environment with Dockyard, one release of verifiers and what tests need, and prints the path of its Python.
+# Not the project's own: verifiers asks for older clients than the rest. Quick when it is there already.
 # Usage: install-verifiers.sh VERSION DIR
 set -eu
 cd "$(dirname "$0")/.."
@@ -25,8 +25,9 @@ if [ "$(cat "$done" 2>/dev/null)" != "$stamp" ]; then
     "$uv" venv --quiet --clear --python "$python" "$venv"
     # As in pyproject.toml: Harbor asks for a certifi newer than some registries carry.
     echo 'certifi>=2025.1.1' >"$venv/overrides.txt"
+    # verifiers' client for training reads tokenizers by transformers, without torch.
     "$uv" pip install --quiet --python "$venv/bin/python" --override "$venv/overrides.txt" \
-        --editable '.[prime-rl]' "verifiers==$1" 'pytest>=8.4' 'pytest-asyncio>=1.1'
+        --editable '.[prime-rl]' "verifiers==$1" transformers 'pytest>=8.4' 'pytest-asyncio>=1.1'
     printf '%s\n' "$stamp" >"$done"
 fi
 printf '%s\n' "$venv/bin/python"

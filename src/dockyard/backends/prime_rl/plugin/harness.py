@@ -26,8 +26,8 @@ from dockyard.settings import load_run_config
 from dockyard.tasks import load_tasks
 from dockyard.types import Rollout, Task
 
-_SHARE_OF_TIME = 0.9
-"""Of verifiers' own limit on a rollout: it drops whom it cuts, so that our limit, which gives 0, must come first."""
+_MARGIN_S = 60.0
+"""Before verifiers' own limit on a rollout. It drops what it cuts, so that our limit, which gives 0, must come first."""
 _UNBOUNDED = 4096
 """Rollouts at once: how many there are is for who asks for them to say."""
 
@@ -124,7 +124,7 @@ def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskDa
     theirs_s = data.timeout.agent if theirs is None else theirs
     if theirs_s is None:
         return runner.limits
-    limit_s = min(runner.total_timeout_s(task), _SHARE_OF_TIME * theirs_s)
+    limit_s = min(runner.total_timeout_s(task), theirs_s - min(_MARGIN_S, theirs_s / 2))
     return runner.limits.model_copy(update={"total_timeout_s": limit_s})
 
 

@@ -1,0 +1,5 @@
+"""These tests run where verifiers is installed: tools/install-verifiers.sh makes an environment for each release."""
+
+from importlib.util import find_spec
+
+collect_ignore_glob = ["test_*.py"] if find_spec("verifiers") is None else []
