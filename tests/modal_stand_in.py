@@ -1,4 +1,5 @@
-"""Modal on this machine, for tests: `modal_stand_in.py run SCRIPT ARGUMENTS...` is `modal run` without an account.
+"""Modal on this machine, for tests: `modal_stand_in.py run SCRIPT ARGUMENTS...` is `modal run` without an account, and
+`modal_stand_in.py serve SCRIPT` what a container of a web server does.
 
 Images, secrets and settings are Modal's own objects, and every call is checked against Modal's own signature. Functions
 run as processes of this machine that die with the caller, and that are begun again with the same input when they are
@@ -101,6 +102,16 @@ def forward(port: int) -> Generator[Tunnel]:
     yield Tunnel(f"http://127.0.0.1:{port}")
 
 
+def concurrent(**options: Any) -> Callable[[Any], Any]:
+    check(real.concurrent, **options)
+    return lambda function: function
+
+
+def web_server(port: int, **options: Any) -> Callable[[Any], Any]:
+    check(real.web_server, port, **options)
+    return lambda function: function
+
+
 class FunctionCall[*T]:
     """A process, begun again when it is killed."""
 
@@ -163,11 +174,17 @@ class App:
     def __init__(self, name: str, **options: Any) -> None:
         self._real = real.App(name, **options)
         self.entrypoint: Callable[..., None] | None = None
+        self.functions: list[Function[Any]] = []
 
     def function(self, **options: Any) -> Callable[[Callable[..., Any]], Function]:
         # The real one takes the same, but for volumes that are folders here.
         check(real.App.function, self, **options)
-        return Function
+
+        def register(raw: Callable[..., Any]) -> Function[Any]:
+            self.functions.append(Function(raw))
+            return self.functions[-1]
+
+        return register
 
     def local_entrypoint(self) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def register(raw: Callable[..., None]) -> Callable[..., None]:
@@ -182,20 +199,27 @@ def install() -> None:
     stand_in = types.ModuleType("modal")
     stand_in.__dict__.update(real.__dict__)
     stand_in.__dict__.update(
-        App=App, Function=Function, FunctionCall=FunctionCall, Dict=Dict, Volume=Volume, forward=forward
+        App=App,
+        Function=Function,
+        FunctionCall=FunctionCall,
+        Dict=Dict,
+        Volume=Volume,
+        forward=forward,
+        concurrent=concurrent,
+        web_server=web_server,
     )
     sys.modules["modal"] = stand_in
 
 
-def run(script: Path, arguments: list[str]) -> None:
-    """What `modal run` does."""
+def load(script: Path) -> Any:
+    """The script as a module."""
     sys.path.insert(0, str(script.parent))
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.app.entrypoint(*arguments)
+    return module
 
 
 def call(path: Path) -> None:
@@ -220,6 +244,8 @@ if __name__ == "__main__":
     install()
     verb, first, *others = sys.argv[1:]
     if verb == "run":
-        run(Path(first), others)
+        load(Path(first)).app.entrypoint(*others)
+    elif verb == "serve":
+        load(Path(first)).app.functions[0].raw()
     else:
         call(Path(first))

@@ -131,9 +131,10 @@ def ask() -> GenerateRequest:
     return GenerateRequest(prompt_ids=prompt, max_new_tokens=6, temperature=1.0, stop_ids=frozenset(), seed=1)
 
 
-@pytest.mark.parametrize(
-    "moment", ["never", "before a step", "after an update", "after it was saved", "while it is saved"]
-)
+MOMENTS = ("never", "before a step", "after an update", "after it was saved", "while it is read", "while it learns")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 async def test_whenever_its_server_is_replaced_it_learns_the_same(tmp_path: Path, moment: str):
     with new_run(tmp_path / "run") as run:
         async with hosted(tmp_path, run) as (host, learner):

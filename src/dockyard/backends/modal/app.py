@@ -18,7 +18,7 @@ VOLUME = "dockyard"
 GPU = "H100"
 DAY_S = 24 * 3600
 IDLE_S = 1800.0
-_SOURCE = Path(__file__).parents[3]
+SOURCE = Path(__file__).parents[3]
 _ENVIRONMENT = {
     "PYTHONPATH": "/root/src",
     "DOCKYARD_CACHE": str(MOUNT / "cache"),
@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 
 def with_source(image: modal.Image) -> modal.Image:
     """This image with our source in it."""
-    return image.env(_ENVIRONMENT).add_local_dir(_SOURCE, "/root/src", ignore=["**/__pycache__"])
+    return image.env(_ENVIRONMENT).add_local_dir(SOURCE, "/root/src", ignore=["**/__pycache__"])
 
 
 def locked_image(extras: list[str]) -> modal.Image:
@@ -38,7 +38,7 @@ def locked_image(extras: list[str]) -> modal.Image:
     slim = modal.Image.debian_slim(python_version="3.12")
     if not modal.is_local():
         return slim
-    return with_source(slim.apt_install("git").uv_sync(str(_SOURCE.parent), extras=extras, extra_options="--no-dev"))
+    return with_source(slim.apt_install("git").uv_sync(str(SOURCE.parent), extras=extras, extra_options="--no-dev"))
 
 
 app = modal.App("dockyard", include_source=False)
