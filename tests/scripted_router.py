@@ -1,6 +1,5 @@
 """An SGLang router on loopback whose policy says what a script tells it, and a run folder for whoever asks it."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -68,9 +67,3 @@ def solutions(*folders: Path) -> dict[str, str]:
         (task / "instruction.md").read_text().strip(): (task / "solution" / "solve.sh").read_text().split("\n", 2)[2]
         for task in tasks
     }
-
-
-def listed(run: RunDir) -> dict[str, list[str]]:
-    """The names in the run's list of tasks."""
-    halves = json.loads(run.task_list.read_bytes())
-    return {half: [task["name"] for task in tasks] for half, tasks in halves.items()}

@@ -26,7 +26,7 @@ from dockyard.tasks.demo import write_demo_tasks
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 SMALL = {"grpo": {"group_size": 2, "tasks_per_step": 2}, "rollout": {"concurrency": 4, "retries": 0}}
-FORKING = {"agent": {"name": "forking_agent:ForkingAgent"}}
+FORKING: dict[str, Any] = {"agent": {"name": "forking_agent:ForkingAgent"}}
 
 
 class Bench:
