@@ -18,6 +18,10 @@ CONTEXT_LENGTH = 32768
 """Where the run names none. Prime-RL would take 2048, and cut what is longer."""
 
 
+_ENVIRONMENT = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Read by Harbor and what it imports: no telemetry, no price list fetched on import."""
+
+
 def rl_settings(config: RunConfig, folder: Path, outputs: Path) -> Table:
     """For a run in `folder`, whose checkpoints and logs go to `outputs`."""
     values: Table = {
@@ -25,6 +29,7 @@ def rl_settings(config: RunConfig, folder: Path, outputs: Path) -> Table:
         "seq_len": config.engine.context_length or CONTEXT_LENGTH,
         "output_dir": str(outputs),
         "run": {"name": folder.name, "dir": RUN},
+        "env_vars": _ENVIRONMENT,
         "model": {"name": config.model.name},
         "deployment": {
             "num_train_gpus": config.prime_rl.num_train_gpus,
