@@ -15,6 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dockyard.run_dir import settings_file
+from dockyard.settings import load_run_config
+
 SLIME_REPO = os.environ.get("SLIME_REPO")
 
 
@@ -107,6 +110,7 @@ DynamicFilterOutput: Any = import_module("slime.rollout.filter_hub.base_types").
 
 def slime_args(run: Path, router_url: str, model: Path, **more: Any) -> Namespace:
     """What the hooks read of SLiME's arguments."""
+    config = load_run_config(settings_file(run), [])
     host, _, port = router_url.removeprefix("http://").partition(":")
     return Namespace(
         **{
@@ -116,6 +120,9 @@ def slime_args(run: Path, router_url: str, model: Path, **more: Any) -> Namespac
             "hf_checkpoint": str(model),
             "rollout_max_context_len": 4096,
             "num_rollout": 8,
+            "rollout_batch_size": config.grpo.tasks_per_step,
+            "n_samples_per_prompt": config.grpo.group_size,
+            "rollout_temperature": config.sampling.temperature,
             "dynamic_sampling_filter_path": None,
             "rollout_sample_filter_path": None,
             "save": str(run / "checkpoints" / "slime"),

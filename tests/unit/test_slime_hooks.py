@@ -20,7 +20,7 @@ from slime_stand_in import DynamicFilterOutput, Sample, slime_args, train_data, 
 
 from dockyard.backends.slime import hooks
 from dockyard.backends.slime.classes import adapter_name
-from dockyard.backends.slime.post import Post
+from dockyard.backends.slime.post import Post, check_agreement, run_config
 from dockyard.backends.slime.samples import even, step_samples
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
@@ -207,6 +207,14 @@ def test_arguments_that_are_missing_are_named(args: Namespace):
         hooks.TaskSource(Namespace())
     with pytest.raises(UsageError, match="--rollout-max-context-len"):
         Post.of(Namespace(**{**vars(args), "rollout_max_context_len": None}))
+
+
+def test_arguments_that_were_changed_by_hand_are_refused(args: Namespace):
+    config = run_config(args)
+    check_agreement(args, config)
+    args.n_samples_per_prompt = 8
+    with pytest.raises(UsageError, match="`--n-samples-per-prompt 8`; the run's `grpo.group_size` is 2"):
+        check_agreement(args, config)
 
 
 def test_miles_keeps_every_group_and_names_its_adapter(monkeypatch: pytest.MonkeyPatch):

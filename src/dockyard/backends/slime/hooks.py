@@ -26,15 +26,13 @@ from dockyard.backends.slime.classes import (
     train_output,
 )
 from dockyard.backends.slime.crew import Crew
-from dockyard.backends.slime.post import Post, run_folder
+from dockyard.backends.slime.post import Post, check_agreement, run_config
 from dockyard.backends.slime.rewards import rollout_of, scored_groups
 from dockyard.backends.slime.samples import even, flat, rollout_samples, step_samples
 from dockyard.backends.slime.task_source import TaskSource
 from dockyard.convert.samples import SampleNumbers, Status
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.statistics import rollout_metrics
-from dockyard.run_dir import settings_file
-from dockyard.settings import load_run_config
 from dockyard.types import Group, Rollout
 
 __all__ = [
@@ -57,6 +55,7 @@ def crew_of(args: Any) -> Crew:
     post = Post.of(args)
     with _opening:
         if post not in _crews:
+            check_agreement(args, run_config(args))
             _crews[post] = Crew(post)
         return _crews[post]
 
@@ -144,7 +143,7 @@ def even_out(args: Any, groups: list[list[Entry]]) -> None:
     for sample in samples:
         sample.remove_sample = sample.remove_sample or not sample.response_length
     rollouts = {rollout_of(sample, place): sample.remove_sample for place, sample in enumerate(samples)}
-    share = load_run_config(settings_file(run_folder(args)), []).rollout.max_lost_share
+    share = run_config(args).rollout.max_lost_share
     if (num_lost := sum(rollouts.values())) > share * len(rollouts):
         hint = "`dockyard doctor` checks this machine; `--rollout.max_lost_share` sets how many may be lost"
         raise DockyardError(f"{num_lost} of {len(rollouts)} rollouts were lost to infrastructure", hint=hint)

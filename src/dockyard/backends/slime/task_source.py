@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.backends.slime.classes import Entry, SlimeSample, new_sample
-from dockyard.backends.slime.post import run_folder
+from dockyard.backends.slime.post import run_config, run_folder
 from dockyard.backends.slime.samples import flat
 from dockyard.backends.task_list import read_task_list
 from dockyard.errors import DockyardError
-from dockyard.run_dir import settings_file
 from dockyard.run_dir.durable import write_atomically
-from dockyard.settings import load_run_config
 from dockyard.tasks.order import due
 
 
@@ -20,10 +18,9 @@ class TaskSource:
     """Gives `--data-source-path` its groups. The task of a group follows from the group's number alone."""
 
     def __init__(self, args: Any) -> None:
-        folder = run_folder(args)
         self._args = args
-        self._config = load_run_config(settings_file(folder), [])
-        self._tasks = read_task_list(folder).train
+        self._config = run_config(args)
+        self._tasks = read_task_list(run_folder(args)).train
         self._next = 0
         self._returned: list[int] = []
         """Groups that were given back, which come first."""
