@@ -1,6 +1,7 @@
 """What becomes of each setting under Prime-RL: what carries it there (`rollouts`: our plug-in), or why nothing does."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dockyard.backends.launch import Carried, Fate, Ignored
 from dockyard.config import RunConfig
@@ -67,29 +68,36 @@ _IGNORED = {
     "trainer.micro_batch_tokens": "it packs sequences up to `engine.context_length`",
 }
 _WORKERS = "each of several workers would have that many; `--prime_rl.num_workers 1` has one"
-_DEPENDS: dict[str, tuple[Callable[[RunConfig], bool], Fate, str]] = {
-    "model.dtype": (
-        lambda config: config.model.dtype != "float32",
-        Carried("bfloat16, in which it computes"),
-        "it computes in bfloat16",
+
+
+@dataclass(frozen=True, slots=True)
+class _Perhaps:
+    """A setting that is heeded by some values, its own or another setting's, and ignored by others."""
+
+    heeded: Callable[[RunConfig], bool]
+    by: str
+    why: str
+    """It is ignored otherwise."""
+
+
+_DEPENDS = {
+    "model.dtype": _Perhaps(
+        lambda config: config.model.dtype != "float32", "bfloat16, in which it computes", "it computes in bfloat16"
     ),
-    "model.device": (lambda config: config.model.device != "cpu", Carried("GPUs"), "it needs GPUs"),
-    "tasks.source": (
-        lambda config: config.tasks.source != "recorded",
-        Carried("rollouts"),
-        "it learns from rollouts of its own",
+    "model.device": _Perhaps(lambda config: config.model.device != "cpu", "GPUs", "it needs GPUs"),
+    "tasks.source": _Perhaps(
+        lambda config: config.tasks.source != "recorded", "rollouts", "it learns from rollouts of its own"
     ),
-    "grpo.kl_coef": (
+    "grpo.kl_coef": _Perhaps(
         lambda config: config.grpo.kl_coef == 0,
-        Carried("no penalty against the base model, which it has none of"),
+        "no penalty against the base model, which it has none of",
         "it has no reference model; `prime_rl.options.trainer.loss.kl_tau` is against the weights that sampled",
     ),
     **{
-        f"rollout.{name}": (lambda config: config.prime_rl.num_workers == 1, Carried("rollouts"), _WORKERS)
+        f"rollout.{name}": _Perhaps(lambda config: config.prime_rl.num_workers == 1, "rollouts", _WORKERS)
         for name in ("max_building", "max_running", "max_verifying")
     },
 }
-"""What holds for a setting that is heeded, by what, and why it is not otherwise."""
 
 
 def fate(key: str, config: RunConfig) -> Fate:
@@ -97,8 +105,8 @@ def fate(key: str, config: RunConfig) -> Fate:
     if key in _BY_ROLLOUTS:
         return Carried("rollouts")
     if key in _DEPENDS:
-        heeded, carried, why = _DEPENDS[key]
-        return carried if heeded(config) else Ignored(why)
+        setting = _DEPENDS[key]
+        return Carried(setting.by) if setting.heeded(config) else Ignored(setting.why)
     return Ignored(_IGNORED[key]) if key in _IGNORED else Carried(_CARRIED[key])
 
 
