@@ -228,6 +228,25 @@ async def test_a_server_that_does_not_come_is_waited_for_only_so_long():
             await relay.call("count", {"n": 1})
 
 
+async def test_a_server_that_never_lasts_until_it_is_up_to_date_ends_the_run():
+    servers: list[RelayServer] = []
+
+    async def find() -> str:
+        server, url = await start(Counter())
+        servers.append(server)
+        return url
+
+    async def on_boot(call: Call) -> None:
+        await servers[-1].close()
+        await call("describe", {})
+
+    relay = Relay(find, TOKEN, patience_s=60, on_boot=on_boot)
+    with pytest.raises(EngineError, match="the policy started 5 times and was gone each time"):
+        await relay.call("count", {"n": 1})
+    await relay.close()
+    await servers[-1].close()
+
+
 async def test_a_cancelled_call_is_cancelled_over_there():
     counter = Counter()
     server, url = await start(counter)

@@ -70,6 +70,7 @@ class Call:
 
     def cancel(self, terminate_containers: bool) -> None:
         self.cancelled = True
+        raise OSError("the network is gone")
 
 
 class Function:

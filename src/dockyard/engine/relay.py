@@ -27,6 +27,7 @@ BOOT_HEADER = "X-Dockyard-Boot"
 """Names the start of the server that a call is meant for."""
 PENDING, FAILED, OTHER_BOOT = 202, 422, 410
 _CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
+_MOST_BOOTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 type Json = dict[str, Any]
@@ -58,6 +59,7 @@ class Relay:
         self._on_boot = on_boot
         self._link: _Link | None = None
         self._boot: str | None = None
+        self._tried: set[str] = set()
         self._connecting = asyncio.Lock()
         self._heard = time.monotonic()
         self._failing_since: float | None = None
@@ -67,7 +69,6 @@ class Relay:
             headers={"Authorization": f"Bearer {token}"},
             timeout=_CALL_TIMEOUT,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
-            trust_env=True,
         )
 
     @property
@@ -119,16 +120,25 @@ class Relay:
             raise _LostError(f"HTTP {status}")
         link = _Link(url, str(answer["boot"]))
         if link.boot != self._boot:
-
-            async def call(kind: str, body: Json) -> Json:
-                return await self._ask(link, uuid4().hex, kind, body)
-
-            await self._on_boot(call)
-            self._boot = link.boot
+            await self._bring_up(link)
         if self._failing_since is not None:
             logger.warning("the policy answers again")
             self._down_s, self._failing_since = self.down_s, None
         return link
+
+    async def _bring_up(self, link: _Link) -> None:
+        async def call(kind: str, body: Json) -> Json:
+            answer = await self._ask(link, uuid4().hex, kind, body)
+            self._heard = time.monotonic()
+            return answer
+
+        self._tried.add(link.boot)
+        if len(self._tried) > _MOST_BOOTS:
+            message = f"the policy started {_MOST_BOOTS} times and was gone each time before it was up to date"
+            raise EngineError(message, hint="look at its log: its machine may have too little memory")
+        await self._on_boot(call)
+        self._boot = link.boot
+        self._tried.clear()
 
     def _lose(self, link: _Link, failure: str) -> None:
         """Say it once, however many calls wait."""
@@ -164,7 +174,6 @@ class Relay:
             answer = None
         if not isinstance(answer, dict):  # a page of somebody in between
             return (response.status if response.status != 200 else 502), {}
-        self._heard = time.monotonic()
         return response.status, cast(Json, answer)
 
     def _cancel(self, link: _Link, name: str) -> None:

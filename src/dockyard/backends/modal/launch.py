@@ -99,8 +99,11 @@ class PolicyCall:
 
     def end(self) -> None:
         """Give the GPU back."""
-        if self._call:
-            self._call.cancel(terminate_containers=True)
+        try:
+            if self._call:
+                self._call.cancel(terminate_containers=True)
+        except _OUT_OF_REACH as error:
+            logger.warning("Modal does not answer, the policy's function ends by itself: %s", error)
 
     def _find(self) -> str | None:
         if self._call is None or self._has_ended(self._call):
