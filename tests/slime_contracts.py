@@ -55,7 +55,7 @@ def _new_run(folder: Path) -> RunDir:
         folder / "run",
         tasks={"source": "demo", "num_train": 4, "num_heldout": 4},
         grpo={"group_size": 2, "tasks_per_step": 2},
-        rollout={"max_staleness": 2},
+        rollout={"max_staleness": 2, "max_lost_share": 1.0},  # one contract is about a batch without any response
     )
 
 
