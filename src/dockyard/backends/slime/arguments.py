@@ -99,6 +99,7 @@ def _hooks(config: RunConfig, places: Places) -> Arguments:
         "--custom-generate-function-path": f"{_HOOKS}.generate",
         "--dynamic-sampling-filter-path": f"{_HOOKS}.keep_informative",
         "--rollout-sample-filter-path": f"{_HOOKS}.even_out",
+        "--over-sampling-batch-size": str(2 * config.grpo.tasks_per_step),  # without others to take, none is dropped
     }
     return {
         "--custom-config-path": str(places.folder / "dockyard.yaml"),
