@@ -26,7 +26,7 @@ TRAINER, SERVER = ROOT / "examples/harbor/harbor_grpo_modal.py", ROOT / "example
 STAND_IN = ROOT / "tests/modal_stand_in.py"
 BIN = Path(sys.executable).parent
 PASSES = "echo 1 > /logs/verifier/reward.txt"
-PATIENCE_S = 300  # only against hanging
+PATIENCE_S = 1200  # only against hanging
 
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*checksum.*:
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/harbor/harbor_grpo_modal.py"
 STEPS = 4
-PATIENCE_S = 300  # only against hanging
+PATIENCE_S = 1200  # only against hanging
 
 
 def short_settings(folder: Path) -> dict[str, object]:
