@@ -1,4 +1,4 @@
-"""A Harbor agent for tests: the `shell` agent, which forgets what was said whenever the model says `compact`."""
+"""A Harbor agent for tests: the `shell` agent, which forgets all but the last words when the model says `compact`."""
 
 from typing import Any
 
@@ -17,6 +17,6 @@ class CompactingAgent(ShellAgent):
     def _heard(self, reply: dict[str, Any]) -> str:
         said = super()._heard(reply)
         if "compact" in said:
-            self._history[1:] = [{"role": "user", "content": SUMMARY}]
+            self._history[1:] = [{"role": "user", "content": f"{SUMMARY} You said: {said}"}]
             self._thoughts.clear()  # they are found by place
         return said

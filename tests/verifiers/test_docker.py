@@ -111,7 +111,7 @@ async def test_a_cancelled_episode_leaves_no_container(server: Served, tmp_path:
 async def test_a_server_that_is_told_to_end_leaves_no_container_and_no_process(tmp_path: Path):
     run = run_folder(tmp_path / "run", settings("terminus-2"))
     async with generate_fake(ScriptedEngine(lambda _: STALL)) as vllm:
-        async with served(env_config({"run_dir": run}, {"run_dir": run}), workers=2) as server:
+        async with served(env_config({"run_dir": run}, {"run_dir": run})) as server:
             episode = asyncio.create_task(server.trace(vllm.url, make_task(tmp_path)))
             async with asyncio.timeout(PATIENCE_S):
                 await vllm.asked.wait()

@@ -8,6 +8,7 @@ from typing import Any
 import compacting_agent
 import pytest
 import pytest_asyncio
+from agent_stories import STORY_END, terminus_2
 from processes import alive, descendants
 from scripted_policy import Line, ScriptedEngine, lines, turn
 from trials import write_task
@@ -132,3 +133,26 @@ async def test_a_cancelled_episode_leaves_no_process_and_the_server_goes_on(serv
         await eventually(lambda: not alive(started))
     async with generate_fake(ScriptedEngine(solve_then_end)) as vllm:
         assert (await server.trace(vllm.url, data)).reward == 1.0
+
+
+async def test_a_limit_of_verifiers_own_ends_the_agent_which_keeps_its_reward(tmp_path: Path):
+    """The agent and its place are fields here, no run's settings."""
+    engine = ScriptedEngine(lambda prompt: turn("```bash\ntrue\n```") if "exit code" in prompt else SOLVE)
+    fields = {"agent": "shell", "environment_type": "sandbox", "trials_dir": str(tmp_path / "trials")}
+    data = make_task(tmp_path)
+    async with generate_fake(engine) as vllm, served(env_config({"tasks_dir": "."}, fields, max_turns=2)) as server:
+        trace = await server.trace(vllm.url, data)
+    assert (trace.ok, trace.reward, trace.stop_condition, trace.num_turns) == (True, 1.0, "max_turns", 2)
+    assert_as_drawn(trace, engine.drawn)
+    assert [path.name for path in (tmp_path / "trials").iterdir()] == [f"task-{trace.id[:16]}"]
+
+
+async def test_terminus_2_in_a_sandbox_is_one_branch_though_it_drops_thoughts(tmp_path: Path):
+    grade = f'[ "$(cat hello.txt)" = "{STORY_END.strip()}" ] && reward=1 || reward=0\n'
+    data = make_task(tmp_path, f"{grade}echo $reward > /logs/verifier/reward.txt\n")
+    engine = ScriptedEngine(lines(*terminus_2()))
+    fields = {"environment_type": "sandbox", "trials_dir": str(tmp_path / "trials")}
+    async with generate_fake(engine) as vllm, served(env_config({"tasks_dir": "."}, fields)) as server:
+        trace = await server.trace(vllm.url, data)
+    assert (trace.ok, trace.reward, trace.num_turns, len(trace.branches)) == (True, 1.0, 8, 1)
+    assert_as_drawn(trace, engine.drawn)

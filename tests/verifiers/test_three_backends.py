@@ -49,25 +49,29 @@ type Groups = dict[str, list[Attempted]]
 
 
 class Policy:
-    """What is said for each kind of task; of the rollouts that are to solve theirs, every other one gives up."""
+    """What is said for each kind of task; of the rollouts that are to solve theirs, every other one gives up.
+
+    No two turns are the same, so that a rollout that is made again from its first turn gets all its others.
+    """
 
     def __init__(self) -> None:
-        self._began = count()
+        self._began, self._said = count(), count()
 
     def __call__(self, prompt: str) -> Line:
         kind = next((kind for kind in KINDS if f"kind: {kind}" in prompt), "rewrite")
-        solve, go_on = turn("```bash\ntouch /app/done\n```", thought="Let me see."), turn("```bash\ntrue\n```")
+        number = next(self._said)
+        solve = turn(f"```bash\ntouch /app/done # {number}\n```", thought="Let me see.")
         if "exit code" not in prompt and compacting_agent.SUMMARY not in prompt:
-            return turn("I give up.") if kind == "solve" and next(self._began) % 2 else solve
+            return turn(f"I give up. {number}") if kind == "solve" and next(self._began) % 2 else solve
         match kind:
             case "limit":
-                return go_on
+                return turn(f"```bash\ntrue # {number}\n```")
             case "fail":
                 return RuntimeError("out of memory")
             case "rewrite" if compacting_agent.SUMMARY not in prompt:
-                return turn("```bash\ntrue # compact\n```", thought="Too long.")
+                return turn(f"```bash\ntrue # compact {number}\n```", thought="Too long.")
             case _:
-                return turn("All done.", thought="That is all.")
+                return turn(f"All done. {number}", thought="That is all.")
 
 
 @pytest.fixture

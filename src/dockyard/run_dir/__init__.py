@@ -62,6 +62,7 @@ __all__ = [
     "settings_file",
     "step_phase",
     "task_list_file",
+    "trials_folder",
 ]
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class RunDir:
     @property
     def trials(self) -> Path:
         """Where Harbor keeps its files of each rollout."""
-        return self.path / _TRIALS
+        return trials_folder(self.path)
 
     @property
     def tasks(self) -> Path:
@@ -345,6 +346,11 @@ def _delete_run(path: Path) -> None:
 def settings_file(path: Path) -> Path:
     """Where a run has its settings."""
     return path / _CONFIG
+
+
+def trials_folder(path: Path) -> Path:
+    """Where Harbor keeps its files of the rollouts of the run in this folder."""
+    return path / _TRIALS
 
 
 def task_list_file(path: Path) -> Path:

@@ -16,7 +16,7 @@ class HarborEnvironmentConfig(vf.SingleAgentEnvConfig):
         if self.timeout.episode is not None:
             raise ValueError(
                 f"`timeout.episode` is {self.timeout.episode:g}: it drops what it cuts, so that a policy that stalls "
-                "would never get its 0. `agent.timeout.rollout` limits rollouts; a run file has `rollout.total_timeout_s`"
+                "would never get its 0; `agent.timeout.rollout` limits rollouts, or `rollout.total_timeout_s`"
             )
         if not isinstance(self.agent.runtime, vf.SubprocessConfig):
             raise ValueError(

@@ -21,13 +21,13 @@ from dockyard.collect import NoModel, check_run, open_runner
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.run_dir import settings_file
+from dockyard.run_dir import settings_file, trials_folder
 from dockyard.settings import load_run_config
 from dockyard.tasks import load_tasks
 from dockyard.types import Rollout, Task
 
 _MARGIN_S = 60.0
-"""Before verifiers' own limit on a rollout. It drops what it cuts, so that our limit, which gives 0, must come first."""
+"""Before verifiers' own limit on a rollout: it drops what it cuts, so that ours, which gives 0, must come first."""
 _UNBOUNDED = 4096
 """Rollouts at once: how many there are is for who asks for them to say."""
 
@@ -62,7 +62,8 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
         super().__init__(config)
         self._run = run_config(config)
         check_run(self._run)
-        self._trials = Trials(partial(open_runner, self._run, NoModel(), None, trials=trials_folder(config)))
+        trials = trials_folder(config.run_dir) if config.run_dir else config.trials_dir
+        self._trials = Trials(partial(open_runner, self._run, NoModel(), None, trials=trials.absolute()))
 
     async def launch(
         self,
@@ -75,7 +76,9 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
         data: vf.TaskData,
     ) -> ProgramResult:
         """One trial. However it ends, nothing of it is left when this returns."""
-        assert isinstance(data, HarborTaskData)
+        if not isinstance(data, HarborTaskData):
+            message = f"the harness `{PLUGIN}` cannot attempt a `{type(data).__name__}`"
+            raise UsageError(message, hint=f'`taskset = {{id = "{PLUGIN}", ...}}` gives it Harbor\'s tasks')
         async with intercepted(endpoint, secret, trace, retry_s=self._run.engine.retry_s) as source:
             rollout = await run_to_the_end(self._attempt(data, trace, source))
         trace.info[PLUGIN] = _told(rollout)
@@ -112,11 +115,6 @@ def run_config(config: HarborHarnessConfig) -> RunConfig:
             message = f"`{name}` is `{given[name]}`, but `run_dir` names a run with settings of its own"
             raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and begin the run anew")
     return load_run_config(settings_file(config.run_dir), [])
-
-
-def trials_folder(config: HarborHarnessConfig) -> Path:
-    """Where Harbor's files go."""
-    return (config.run_dir / "trials" if config.run_dir else config.trials_dir).absolute()
 
 
 def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskData) -> RolloutConfig:

@@ -37,7 +37,11 @@ class LegacyHarborEnvironment(vf.Environment):
         self._trials_dir = trials_dir
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         rows = [
-            {"example_id": number, "prompt": [{"role": "user", "content": task.name}], "info": {"harbor_task": task.name}}
+            {
+                "example_id": number,
+                "prompt": [{"role": "user", "content": task.name}],
+                "info": {"harbor_task": task.name},
+            }
             for number, task in enumerate(self._tasks)
         ]
         super().__init__(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[harbor_reward]))
