@@ -89,6 +89,7 @@ async def served(config: vf.EnvConfig, *, workers: int = 1) -> AsyncGenerator[Se
             await client.wait_for_server_startup(timeout=PATIENCE_S)
             yield Served(process, client)
         finally:
+            await eventually(lambda: not client._cancel_tasks)  # 0.3.1 may wait for them for ever
             await client.close()
     finally:
         process.terminate()
