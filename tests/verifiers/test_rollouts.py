@@ -100,7 +100,7 @@ async def test_an_environment_that_cannot_be_built_makes_an_errored_trace(server
 async def test_a_policy_that_runs_out_of_time_keeps_its_reward_or_gets_0(server: Served, tmp_path: Path):
     """The first task's own limit, and verifiers' limit, before which ours must come."""
     engine = ScriptedEngine(lambda prompt: STALL if "exit code" in prompt else SOLVE)
-    slow = make_task(tmp_path / "slow", toml="[agent]\ntimeout_sec = 25.0\n")
+    slow = make_task(tmp_path / "slow", toml="[agent]\ntimeout_sec = 40.0\n")
     cut = make_task(tmp_path / "cut") | {"timeout": {"agent": 60.0}}
     async with generate_fake(engine) as vllm:
         kept, lost = await asyncio.gather(server.trace(vllm.url, slow), server.trace(vllm.url, cut))
