@@ -172,6 +172,24 @@ def test_a_resumed_data_source_goes_on_where_it_was_saved(args: Namespace):
         other.load(5)
 
 
+def test_a_step_that_had_begun_before_the_one_ahead_of_it_was_saved_is_not_skipped(tmp_path: Path):
+    settings = {"tasks": {"source": "demo", "num_train": 8, "num_heldout": 4}, "rollout": {"max_staleness": 1}}
+    with new_run(tmp_path / "run", **settings) as run:
+        args = slime_args(run.path, "http://127.0.0.1:1", model_folder(), num_rollout=3)
+    source, resumed = hooks.TaskSource(args), hooks.TaskSource(args)
+    source.get_samples(2)
+    source.get_samples(2)
+    source.save(0)  # as `train_async.py` does: behind the generation of step 1
+    resumed.load(0)
+    assert [group[0].group_index for group in resumed.get_samples(2)] == [2, 3]
+    source.get_samples(2)
+    source.save(1)
+    source.save(2)  # the last step has none behind it
+    for step, first in ((1, 4), (2, 6)):
+        resumed.load(step)
+        assert resumed.get_samples(1)[0][0].group_index == first
+
+
 def test_slimes_own_loop_is_stopped_when_too_much_is_lost(args: Namespace):
     lost, made = sample(0, 0, 0.0, lost=True), sample(0, 1, 1.0)
     hooks.even_out(args, [[lost, made]])

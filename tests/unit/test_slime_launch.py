@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slime_flags import PINNED, flags_of
@@ -53,6 +54,8 @@ EVERYTHING = (
 @pytest.mark.parametrize("flavour", ["slime", "miles"])
 @pytest.mark.parametrize("words", [(), EVERYTHING, ("--rollout.max_staleness=1",)], ids=["plain", "all", "async"])
 def test_every_option_we_write_is_one_that_slime_or_megatron_has(model: str, flavour: str, words: tuple[str, ...]):
+    if flavour == "miles":
+        words = tuple(word for word in words if "dynamic_sampling" not in word)  # refused there
     written = options(plan(f"--slime.flavour={flavour}", *words, model=model))
     assert written.keys() - {*FLAGS[flavour], *FLAGS["megatron"]} == set()
 
@@ -131,6 +134,11 @@ def test_settings_reach_slime_as_its_options():
     assert written["--eval-prompt-data"] == ["heldout", "/runs/mine/task-list.json"]
 
 
+def test_numbers_reach_slime_as_they_are():
+    written = options(plan("--sampling.temperature=0.66666667", "--trainer.lr=1.23456789e-6"))
+    assert [float(written[option][0]) for option in ("--rollout-temperature", "--lr")] == [0.66666667, 1.23456789e-6]
+
+
 def test_the_kl_penalty_is_in_the_loss_and_goes_with_its_coefficient():
     with_kl, without = options(plan()), options(plan("--grpo.kl_coef=0"))
     assert [with_kl[f"--{name}"] for name in ("use-kl-loss", "kl-loss-coef", "kl-loss-type")] == [
@@ -207,13 +215,15 @@ def test_the_optimiser_leaves_the_gpus_only_where_it_must():
     ("words", "message"),
     [
         (("--slime.num_gpus=3",), "3 training GPUs are no multiple of tensor 2"),
-        (("--slime.rollout_gpus=8",), "`slime.rollout_gpus` leaves none of 8 GPUs to train"),
+        (("--slime.rollout_gpus=8",), "leave none of 8 GPUs to train"),
+        (("--slime.num_gpus=1", "--rollout.max_staleness=1"), "leave none of 1 GPUs to train"),
         (("--slime.gpus_per_engine=3",), "8 GPUs for engines are no multiple of 3"),
         (("--slime.num_gpus=20", "--slime.rollout_gpus=8"), "12 training GPUs fill no whole machines of 8"),
         (("--slime.expert_parallel=3",), "8 training GPUs are no multiple of expert 3"),
         (("--grpo.tasks_per_step=3", "--grpo.group_size=2"), "3 × 2 rollouts cannot be dealt out evenly to 4 replicas"),
         (("--engine.context_length=50000",), "`engine.context_length` is 50000; the model's limit is 40960"),
         (("--slime.dynamic_sampling=true", "--rollout.max_staleness=2"), "cannot be 2 updates ahead"),
+        (("--slime.dynamic_sampling=true", "--slime.flavour=miles"), "has no effect with Miles"),
         (
             ("--slime.flavour=miles", "--slime.pipeline_parallel=2", "--slime.rollout_gpus=4"),
             "only from a pipeline of 1, not 2",
@@ -224,6 +234,7 @@ def test_the_optimiser_leaves_the_gpus_only_where_it_must():
             ("--tasks.source=recorded", "--tasks.dataset=/none/x.pt", "--slime.dynamic_sampling=true"),
             "`slime.dynamic_sampling` has nothing to sample from",
         ),
+        (("--model.name=./model",), "`./model`, whose shape is not known here"),
         (("--model.name=some/model",), "`some/model`, whose shape is not known here"),
     ],
 )
@@ -247,6 +258,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(words: tuple[str, ...], mess
             '["--load-debug-rollout-data", "x.pt"]',
             "has `--load-debug-rollout-data`, which is the run's `tasks.dataset`",
         ),
+        ('["--update-weights-interval", "4"]', "which is the run's `rollout.max_staleness`"),
         ('["--num-layers=1"]', "`slime.args` has `--num-layers`, but the launcher sets `--num-layers`"),
         ('["--kl-coef", "0.1"]', "`slime.args` has `--kl-coef`, which does nothing here"),
     ],
@@ -286,13 +298,36 @@ def test_the_script_is_bash_whatever_folders_are_called():
     assert "RAY_ADDRESS:?" in launch.files["train.sh"]  # two machines need a cluster
 
 
-def test_a_models_own_config_counts_more_than_what_is_known_of_it(tmp_path: Path):
+def test_a_models_own_config_counts_more_than_what_is_known_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shape = MODELS["Qwen/Qwen3-8B"] | {"num_hidden_layers": 3, "rope_parameters": {"rope_theta": 5e6}}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     written = options(plan(model=str(tmp_path)))
     assert (written["--num-layers"], written["--rotary-base"]) == (["3"], ["5000000"])
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UsageError, match="of the type `llama`"):
+    monkeypatch.chdir(tmp_path.parent)
+    script = plan(model=f"./{tmp_path.name}").files["train.sh"]
+    assert f"-m dockyard.backends.slime.model_folder {tmp_path} " in script  # it may be run from anywhere
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "of the type `llama`"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has `rope_type` 'yarn'"),
+        ({"use_sliding_window": True}, "has `use_sliding_window` True"),
+        ({"norm_topk_prob": False}, "has `norm_topk_prob` False"),
+        ({"mlp_only_layers": [0]}, r"has `mlp_only_layers` \[0\]"),
+        ({"rope_theta": None}, "has no `rope_theta`"),
+    ],
+)
+def test_a_model_that_the_arguments_cannot_describe_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[CODER] | change))
+    with pytest.raises(UsageError, match=message):
+        plan(model=str(tmp_path))
+
+
+def test_a_broken_config_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="config.json` is not JSON"):
         plan(model=str(tmp_path))
 
 

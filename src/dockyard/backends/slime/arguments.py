@@ -119,7 +119,7 @@ def _batches(config: RunConfig) -> Arguments:
         "--global-batch-size": str(config.grpo.tasks_per_step * config.grpo.group_size),
         "--num-steps-per-rollout": "1",
         "--balance-data": None,
-        "--rollout-temperature": f"{config.sampling.temperature:g}",
+        "--rollout-temperature": str(config.sampling.temperature),
     }
 
 
@@ -150,7 +150,7 @@ def _evaluation(config: RunConfig, places: Places) -> Arguments:
         "--eval-interval": str(max(config.steps, 1)),
         "--eval-prompt-data": ("heldout", str(places.task_list)),
         "--n-samples-per-eval-prompt": str(config.eval.samples),
-        "--eval-temperature": f"{config.sampling.eval_temperature:g}",
+        "--eval-temperature": str(config.sampling.eval_temperature),
     }
 
 
@@ -162,13 +162,13 @@ def _loss(config: RunConfig) -> Arguments:
     recorded: Arguments = {"--use-rollout-logprobs": None}
     kl: Arguments = {
         "--use-kl-loss": None,
-        "--kl-loss-coef": f"{config.grpo.kl_coef:g}",
+        "--kl-loss-coef": str(config.grpo.kl_coef),
         "--kl-loss-type": "low_var_kl",
     }
     return {
         "--advantage-estimator": "grpo",
-        "--eps-clip": f"{config.grpo.clip_low:g}",
-        "--eps-clip-high": f"{config.grpo.clip_high:g}",
+        "--eps-clip": str(config.grpo.clip_low),
+        "--eps-clip-high": str(config.grpo.clip_high),
         **({} if config.tasks.source == "recorded" else recorded),
         "--entropy-coef": "0",
         **(kl if config.grpo.kl_coef else {}),
@@ -179,7 +179,7 @@ def _optimizer(trainer: TrainerConfig, layout: Layout) -> Arguments:
     """Megatron's warm-up begins at its initial rate; ours at the first step of the rise."""
     rise: Arguments = {
         "--lr-warmup-iters": str(trainer.warmup_steps),
-        "--lr-warmup-init": f"{trainer.lr / (trainer.warmup_steps + 1):g}",
+        "--lr-warmup-init": str(trainer.lr / (trainer.warmup_steps + 1)),
     }
     offload: Arguments = {
         "--optimizer-cpu-offload": None,
@@ -188,15 +188,15 @@ def _optimizer(trainer: TrainerConfig, layout: Layout) -> Arguments:
     }
     return {
         "--optimizer": "adam",
-        "--lr": f"{trainer.lr:g}",
+        "--lr": str(trainer.lr),
         "--lr-decay-style": trainer.schedule,
         **(rise if trainer.warmup_steps else {}),
         "--override-opt-param-scheduler": None,  # a resumed run may have more steps
-        "--weight-decay": f"{trainer.weight_decay:g}",
+        "--weight-decay": str(trainer.weight_decay),
         "--adam-beta1": "0.9",
-        "--adam-beta2": f"{trainer.adam_beta2:g}",
+        "--adam-beta2": str(trainer.adam_beta2),
         "--adam-eps": "1e-08",
-        "--clip-grad": f"{trainer.max_grad_norm:g}",
+        "--clip-grad": str(trainer.max_grad_norm),
         **(offload if layout.offload else {}),
     }
 

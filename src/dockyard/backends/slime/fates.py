@@ -16,7 +16,7 @@ _CARRIED = {
     "sampling.eval_temperature": "--eval-temperature",
     "sampling.max_new_tokens": "--rollout-max-response-len",
     "engine.context_length": "--rollout-max-context-len --sglang-context-length",
-    "rollout.max_staleness": "--colocate --rollout-function-path",
+    "rollout.max_staleness": "--colocate --rollout-function-path --update-weights-interval",
     "grpo.group_size": "--n-samples-per-prompt --global-batch-size",
     "grpo.tasks_per_step": "--rollout-batch-size --global-batch-size --num-steps-per-rollout",
     "grpo.clip_low": "--eps-clip",

@@ -49,7 +49,7 @@ class _Slime:
         script = Script(
             slime=slime,
             checkout=checkout_of(config),
-            model=config.model.name,
+            model=str(_local(config)) if _local(config).is_dir() else config.model.name,
             shape=model_arguments,
             arguments=ours,
             more=slime.args,
@@ -76,11 +76,16 @@ def _converted(config: RunConfig) -> Path | None:
         return None  # its bridge reads the model's own folder
     if config.slime.converted:
         return config.slime.converted.absolute()
-    folder = Path(config.model.name).expanduser().absolute()
+    folder = _local(config)
     name = Path(hub_name(config.model.name)).name
     if folder.is_dir():  # others may be called so too
         name += f"-{blake2b(bytes(folder), digest_size=4).hexdigest()}"
     return cache_dir().absolute() / "slime" / name
+
+
+def _local(config: RunConfig) -> Path:
+    """The model's folder, if it is no name on the Hub. The script may be run from anywhere."""
+    return Path(config.model.name).expanduser().absolute()
 
 
 def _refuse_together(config: RunConfig) -> None:
@@ -95,6 +100,11 @@ def _refuse_together(config: RunConfig) -> None:
             slime.flavour == "miles" and slime.pipeline_parallel > 1 and bool(staleness or slime.rollout_gpus),
             f"Miles sends adapters to engines of their own only from a pipeline of 1, not {slime.pipeline_parallel}",
             "`--slime.pipeline_parallel 1`",
+        ),
+        (
+            slime.dynamic_sampling and slime.flavour == "miles",
+            "`slime.dynamic_sampling` has no effect with Miles, whose loop would look for other groups for ever",
+            "`--slime.dynamic_sampling false`",
         ),
         (
             slime.dynamic_sampling and config.tasks.source == "recorded",

@@ -56,7 +56,7 @@ class Layout:
 def lay_out(config: RunConfig, split: Split) -> Layout:
     """As the run says, else as suits the model. What cannot be split so is an error."""
     slime = config.slime
-    apart = slime.rollout_gpus or (slime.num_gpus // 2 if config.rollout.max_staleness else 0)
+    apart = slime.rollout_gpus or (max(slime.num_gpus // 2, 1) if config.rollout.max_staleness else 0)
     train = slime.num_gpus - apart
     layout = Layout(
         train=train,
@@ -86,7 +86,7 @@ def _check(config: RunConfig, layout: Layout) -> None:
     slime, batch = config.slime, config.grpo.tasks_per_step * config.grpo.group_size
     model_gpus = layout.tensor * layout.context * layout.pipeline
     rules = (
-        (layout.train >= 1, f"`slime.rollout_gpus` leaves none of {slime.num_gpus} GPUs to train", "slime.num_gpus"),
+        (layout.train >= 1, f"engines of their own leave none of {slime.num_gpus} GPUs to train", "slime.num_gpus"),
         (
             layout.train > 0 and layout.train % model_gpus == 0,
             f"{layout.train} training GPUs are no multiple of tensor {layout.tensor} × context {layout.context} × "

@@ -5,6 +5,7 @@ from that file where it is on this machine, else from what the Hub has for the m
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Coder-32B-Instruct": _dense("qwen2", 64, 5120, 27648, 40, 8, 152064),
 }
 """What the Hub's `config.json` of each says."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_DENSE = tuple(key for key in MODELS["Qwen/Qwen2.5-Coder-7B-Instruct"] if key != "tie_word_embeddings")
+_NEEDED = {
+    "qwen2": _DENSE,
+    "qwen3": (*_DENSE, "head_dim"),
+    "qwen3_moe": tuple(key for key in _CODER_MOE if key != "tie_word_embeddings"),
+}
+"""By type, what the arguments are made of."""
+_USUAL: dict[str, tuple[object, ...]] = {
+    "rope_type": ("default",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+}
+"""What the arguments take for granted."""
 
 
 def read_shape(name: str) -> dict[str, Any]:
     """A model's `config.json`, or what is known of it."""
-    cached = try_to_load_from_cache(hub_name(name), "config.json") if name.count("/") == 1 else None
-    for file in (Path(name).expanduser() / "config.json", Path(cached) if isinstance(cached, str) else None):
-        if file and file.is_file():
-            return json.loads(file.read_bytes())
+    file = Path(name).expanduser() / "config.json"
+    cached = try_to_load_from_cache(hub_name(name), "config.json") if _HUB_NAME.fullmatch(name) else None
+    if file.is_file() or isinstance(cached, str):
+        return _checked(file if file.is_file() else Path(str(cached)))
     known = MODELS.get(hub_name(name))
     if known is None:
         hint = f"name a model folder, or one of {', '.join(f'`{model}`' for model in MODELS)}"
@@ -77,14 +96,32 @@ def read_shape(name: str) -> dict[str, Any]:
     return known
 
 
-def shape_arguments(shape: dict[str, Any]) -> Arguments:
-    """The model's shape, as Megatron takes it."""
+def _checked(file: Path) -> dict[str, Any]:
+    """Megatron has a model's shape from us alone: what the arguments do not say would be trained otherwise."""
+    try:
+        shape: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"`{file}` is not JSON: {error}", hint="fetch the model again") from None
     kind = shape.get("model_type")
-    if kind not in ("qwen2", "qwen3", "qwen3_moe"):
+    if kind not in _NEEDED:
         hint = "the models are of the types qwen2, qwen3 and qwen3_moe"
         raise UsageError(f"`model.name` is of the type `{kind}`, which is not wired for SLiME", hint=hint)
-    rope: dict[str, Any] = shape.get("rope_parameters") or {}
-    theta = rope.get("rope_theta") or shape["rope_theta"]
+    rope: dict[str, Any] = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    shape["rope_theta"] = rope.get("rope_theta") or shape.get("rope_theta")
+    shape["rope_type"] = rope.get("rope_type") or rope.get("type")
+    for key in _NEEDED[kind]:
+        if shape.get(key) is None:
+            raise UsageError(f"`{file}` has no `{key}`", hint="it is not the `config.json` of a whole model")
+    for key, usual in _USUAL.items():
+        if shape.get(key) not in (None, *usual):
+            hint = f"SLiME trains models whose `{key}` is {usual[0]!r}"
+            raise UsageError(f"`{file}` has `{key}` {shape[key]!r}, which is not wired for SLiME", hint=hint)
+    return shape
+
+
+def shape_arguments(shape: dict[str, Any]) -> Arguments:
+    """The model's shape, as Megatron takes it."""
+    kind = shape["model_type"]
     return {
         "--num-layers": str(shape["num_hidden_layers"]),
         "--hidden-size": str(shape["hidden_size"]),
@@ -95,9 +132,9 @@ def shape_arguments(shape: dict[str, Any]) -> Arguments:
         **({"--kv-channels": str(shape["head_dim"])} if shape.get("head_dim") else {}),
         "--swiglu": None,
         "--normalization": "RMSNorm",
-        "--norm-epsilon": f"{shape['rms_norm_eps']:g}",
+        "--norm-epsilon": str(shape["rms_norm_eps"]),
         "--use-rotary-position-embeddings": None,
-        "--rotary-base": f"{theta:.0f}",
+        "--rotary-base": f"{shape['rope_theta']:.0f}",
         "--vocab-size": str(shape["vocab_size"]),
         "--disable-bias-linear": None,
         **({"--add-qkv-bias": None} if kind == "qwen2" else {"--qk-layernorm": None}),

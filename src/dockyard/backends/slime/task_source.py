@@ -24,9 +24,12 @@ class TaskSource:
         self._next = 0
         self._returned: list[int] = []
         """Groups that were given back, which come first."""
+        self._before = self._place()
+        """Where the last step began."""
 
     def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
-        """So many groups, of samples that are yet to be made."""
+        """So many groups, of samples that are yet to be made. SLiME's loop asks once for each step."""
+        self._before = self._place()
         again, self._returned = self._returned[:num_samples], self._returned[num_samples:]
         first, self._next = self._next, self._next + num_samples - len(again)
         return [self._group(number) for number in [*again, *range(first, self._next)]]
@@ -36,10 +39,11 @@ class TaskSource:
         self._returned += [group[0].group_index or 0 for group in map(flat, samples)]
 
     def save(self, rollout_id: int) -> None:
-        """Keep the place that a run resumed after this step takes up."""
+        """Keep the place that a run resumed after this step takes up: `train_async.py` has begun the next already."""
+        begun = self._config.rollout.max_staleness > 0 and rollout_id + 1 < self._args.num_rollout
         file = _place_file(self._args.save, rollout_id)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"next": self._next, "returned": self._returned}).encode())
+        write_atomically(file, json.dumps(self._before if begun else self._place()).encode())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Take up the place after this step; nothing to do before the first."""
@@ -55,6 +59,9 @@ class TaskSource:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def _place(self) -> dict[str, Any]:
+        return {"next": self._next, "returned": [*self._returned]}
 
     def _group(self, number: int) -> list[SlimeSample]:
         size = self._config.grpo.group_size
