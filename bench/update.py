@@ -27,7 +27,7 @@ from dockyard.rl.pack import Example, pack
 from dockyard.trainer.policy import Policy
 
 PEAK_FLOPS = 790e12
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
     "tiny": {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 28},
 }
@@ -74,9 +74,7 @@ def random_model(config: Any, kind: Any, device: str) -> Any:
 
 
 def policy_model(size: str, device: str) -> Any:
-    config = Qwen2Config(
-        vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, rope_theta=1e6, **SIZES[size]
-    )
+    config = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, **SIZES[size])
     return random_model(config, Qwen2ForCausalLM, device)
 
 
@@ -135,7 +133,9 @@ class Ours:
             self.policy._network.reference(row, 1.0)
 
     def close(self) -> None:
-        self.policy.model.unload()
+        """Leave the base model as it was: nobody else is to run our compiled layers."""
+        for layer in self.policy.model.unload().model.layers:
+            layer._compiled_call_impl = None
 
 
 class Plain:
@@ -185,8 +185,8 @@ class Trl:
         from datasets import Dataset
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
-        from trl import GRPOConfig as TrlConfig
-        from trl import GRPOTrainer
+        from trl.trainer.grpo_config import GRPOConfig as TrlConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
         base.set_attn_implementation("sdpa")
         tokenizer = PreTrainedTokenizerFast(
@@ -337,9 +337,10 @@ def measure_gradients(device: str, tiny: bool) -> None:
         ("dockyard, shared, bfloat16", Ours, torch.bfloat16, {"shared": True}),
     ):
         torch.manual_seed(0)
-        shape = SIZES["tiny" if tiny else "7b"] | {"num_hidden_layers": 2}
+        shape: dict[str, Any] = SIZES["tiny" if tiny else "7b"] | {"num_hidden_layers": 2}
         config = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, **shape)
-        system = system_of(Qwen2ForCausalLM(config).requires_grad_(False).to(device, dtype))
+        base: Any = Qwen2ForCausalLM(config)
+        system = system_of(base.requires_grad_(False).to(device=device, dtype=dtype))
         model = system.policy.model if isinstance(system, Ours) else system.model
         torch.manual_seed(1)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -358,14 +359,14 @@ def measure_gradients(device: str, tiny: bool) -> None:
 
 def measure_moe(table: Table, device: str, tiny: bool) -> None:
     """Qwen3-Coder-30B-A3B's shape."""
-    shape = (
+    shape: dict[str, Any] = (
         {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
          "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         if not tiny else
         {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     )  # fmt: skip
-    config = Qwen3MoeConfig(vocab_size=151_936, max_position_embeddings=262_144, rope_theta=1e7, **shape)
+    config = Qwen3MoeConfig(vocab_size=151_936, max_position_embeddings=262_144, **shape)
     base = random_model(config, Qwen3MoeForCausalLM, device)
     length = 16_384 if not tiny else 64
     rng = np.random.default_rng(0)

@@ -121,9 +121,10 @@ class ScriptedEngine:
         self._num_drawn = 0
 
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
-        self.prompts.append(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False))
+        prompt = self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
+        self.prompts.append(prompt)
         await self._wait()
-        line = self.script(self.prompts[-1])
+        line = self.script(prompt)
         if isinstance(line, Exception):
             raise line
         if isinstance(line, ContextOverflow):

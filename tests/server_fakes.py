@@ -268,6 +268,10 @@ class FakeVLLM(FakeServer):
 class FakeSGLang(FakeServer):
     """SGLang on loopback."""
 
+    weight_version: str = "default"
+    cuts: list[int] = field(default_factory=list)
+    """After so many tokens the next generations are given up, as when the server takes new weights."""
+    routing_keys: list[str | None] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -285,6 +289,7 @@ class FakeSGLang(FakeServer):
             said = f"Got LoRA adapter that has never been loaded: {adapter}"
             return web.json_response({"error": {"message": said}}, status=400)
         self.bodies.append(body)
+        self.routing_keys.append(request.headers.get("X-SMG-Routing-Key"))
         asked = body["sampling_params"]
         ids, reported, finish = await self.sample(
             adapter or "",
@@ -295,13 +300,18 @@ class FakeSGLang(FakeServer):
             stop=asked["stop_token_ids"],
         )
         places = list(zip(ids, reported, strict=True))
+        reason: dict[str, Any] = {"type": "stop", "matched": ids[-1]} if finish == "stop" else {"type": finish}
+        if self.cuts:
+            places = places[: self.cuts.pop(0)]
+            reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         meta = {
             "id": body["rid"],
-            "finish_reason": {"type": finish, "matched": ids[-1]}
-            if finish == "stop"
-            else {"type": finish, "length": 1},
+            "finish_reason": reason,
+            "weight_version": self.weight_version,
             "output_token_logprobs": [[float(place[token]), token, None] for token, place in places],
         }
+        if not places:  # it had not begun
+            del meta["output_token_logprobs"]
         if body["top_logprobs_num"]:
             meta["output_top_logprobs"] = [
                 [[logprob, top, None] for top, logprob in top_of(place, body["top_logprobs_num"], token)]

@@ -8,7 +8,7 @@ venv=${UV_PROJECT_ENVIRONMENT:-.venv}
 
 case ${1:-} in
     demo) set -- --extra demo --no-dev ;;
-    dev) set -- --extra demo --extra swebench --group dev ;;
+    dev) set -- --extra demo --extra swebench --extra modal --group dev ;;
     *) echo "usage: install.sh demo|dev" >&2 && exit 2 ;;
 esac
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dockyard.cli import main
 from dockyard.cli.rollout import positive
+from dockyard.cli.train import RunTraining
 from dockyard.settings.dotenv import read_dotenv
 
 __all__ = ["DATASET", "NUM_TEST_TASKS", "engine_settings", "new_run_dir", "positive", "tasks_settings", "train"]
@@ -55,6 +56,6 @@ def new_run_dir(parent: str | Path, name: str) -> Path:
     return Path(parent) / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def train(settings: Mapping[str, Any], flags: Sequence[str] = ()) -> int:
-    """`dockyard train` with these settings; its exit code."""
-    return main(["train", *(f"--{key}={value}" for key, value in settings.items()), *flags])
+def train(settings: Mapping[str, Any], flags: Sequence[str] = (), run_training: RunTraining | None = None) -> int:
+    """`dockyard train` with these settings, by its own loop or this one; its exit code."""
+    return main(["train", *(f"--{key}={value}" for key, value in settings.items()), *flags], run_training=run_training)

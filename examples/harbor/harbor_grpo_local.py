@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from typing import Any
 
 from harbor_core import NUM_TEST_TASKS, engine_settings, new_run_dir, positive, tasks_settings, train
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     """The arguments, with their defaults."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = result.add_argument
     add("--model", default="Qwen/Qwen2.5-Coder-7B-Instruct", help="a Hub name, a model folder, or smollm2-135m")
     add("--agent", default="qwen-coder", help="any Harbor agent; `dockyard agents` lists them")
@@ -27,18 +28,20 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main() -> int:
-    """Train; the exit code."""
-    arguments = parser()
-    given = arguments.parse_args()
+def check(arguments: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse what means nothing together."""
     if given.data_source == "c2bug" and given.dataset:
         arguments.error("--dataset is of swebench; of c2bug it is --c2bug-dataset")
     if given.data_source == "swebench" and given.c2bug_dataset:
         arguments.error("--c2bug-dataset needs --data-source c2bug")
     if given.openai_api_key and not given.openai_base_url:
         arguments.error("--openai-api-key needs --openai-base-url")
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as settings of a run."""
     num_tasks = NUM_TEST_TASKS if given.test else given.num_rollouts
-    settings = {
+    return {
         "run_dir": new_run_dir("runs", "harbor-grpo"),
         "model.name": given.model,
         "agent.name": given.agent,
@@ -49,7 +52,14 @@ def main() -> int:
         **tasks_settings(given.data_source, given.dataset, given.c2bug_dataset, num_tasks),
         **engine_settings(given.openai_base_url, given.openai_api_key),
     }
-    return train(settings, ["--skip-training"] if given.skip_training else [])
+
+
+def main() -> int:
+    """Train; the exit code."""
+    arguments = parser()
+    given = arguments.parse_args()
+    check(arguments, given)
+    return train(settings_of(given), ["--skip-training"] if given.skip_training else [])
 
 
 if __name__ == "__main__":

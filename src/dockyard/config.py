@@ -67,6 +67,11 @@ class TasksConfig(Config):
     num_heldout: int = Field(default=32, ge=4, le=2000)
     """How many held-out tasks `demo` generates."""
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are tasks to evaluate on."""
+        return self.source == "demo" or self.heldout is not None or self.heldout_share > 0
+
 
 class AgentConfig(Config):
     """The Harbor agent that attempts the tasks."""
@@ -301,6 +306,62 @@ class TrackerConfig(Config):
     """A Trackio project. It stays on this machine unless TRACKIO_SPACE_ID names a Space."""
 
 
+class SlimeConfig(Config):
+    """Where and how `dockyard backend slime` runs SLiME. Nothing else reads it."""
+
+    checkout: Path | None = None
+    """SLiME's git checkout, the folder with `train.py`. It must be named."""
+    megatron: Path = Path("/root/Megatron-LM")
+    """Megatron-LM's git checkout; SLiME's image has it there."""
+    python: str = "python3"
+    """The Python that has Ray, SGLang and this package."""
+    flavour: Literal["slime", "miles"] = "slime"
+    """`slime` trains all weights; `miles`, its fork, LoRA adapters."""
+    num_gpus: int = Field(default=8, ge=1)
+    """GPUs in all, those of the engines included."""
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs of one machine. More than one machine needs a running Ray cluster, which RAY_ADDRESS names."""
+    rollout_gpus: int | None = Field(default=None, ge=1)
+    """GPUs for engines alone. None: engines and trainer take turns on all; with `max_staleness` half are theirs."""
+    gpus_per_engine: int | None = Field(default=None, ge=1)
+    """Over how many GPUs one SGLang engine is split. None: by the model."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """Over how many GPUs each of the trainer's layers is split. None: by the model."""
+    context_parallel: int | None = Field(default=None, ge=1)
+    """Over how many GPUs a sequence is split. None: as many as `engine.context_length` needs."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Over how many GPUs the trainer's layers are dealt out."""
+    expert_parallel: int | None = Field(default=None, ge=1)
+    """Over how many GPUs the experts of a layer are dealt out. None: by the model."""
+    converted: Path | None = None
+    """The base model in Megatron's format, made there if it is missing. None: in the cache."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all alike are replaced by others, as long as there are some."""
+    save_rollouts: bool = False
+    """Keep each step's samples as a `.pt` file, to train from without engines."""
+    args: tuple[str, ...] = ()
+    """More of SLiME's arguments, none that a setting of the run decides."""
+
+
+class PrimeRLConfig(Config):
+    """Where and how `dockyard backend prime-rl` runs Prime-RL. Nothing else reads it."""
+
+    checkout: Path | None = None
+    """Prime-RL's git checkout, whose `.venv` has `rl`. None takes the `rl` on the PATH."""
+    num_train_gpus: int = Field(default=1, ge=1)
+    """GPUs that learn."""
+    num_infer_gpus: int = Field(default=1, ge=1)
+    """GPUs that sample."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Over how many of the sampling GPUs one copy of the model is split."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that rollouts are dealt out to. One is enough for some hundred at a time."""
+    renderer: dict[str, Any] = Field(default_factory=dict)
+    """How prompts are rendered, e.g. `--prime_rl.renderer.name qwen3`. Without it by the model's name on the Hub."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More of Prime-RL's settings, none that a setting of the run decides: `--prime_rl.options.trainer.model.cp 2`."""
+
+
 class RunConfig(Config):
     """One training run."""
 
@@ -322,6 +383,8 @@ class RunConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     tracker: TrackerConfig = TrackerConfig()
+    slime: SlimeConfig = SlimeConfig()
+    prime_rl: PrimeRLConfig = PrimeRLConfig()
 
     @property
     def counts_passes(self) -> bool:

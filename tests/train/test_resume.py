@@ -10,51 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
+from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, num_recorded, write_tasks
+from killable_runs import settings as killable_settings
 from processes import Process, alive, descendants
-from tiny_policy import tiny_model_dir
 
 from dockyard.run_dir import RunDir, step_phase
 
 pytestmark = pytest.mark.slow
 
-STEPS, TASKS_PER_STEP, GROUP_SIZE, NUM_HELDOUT = 5, 2, 4, 3
+STEPS, NUM_HELDOUT = 5, 3
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
-# A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
-TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
-
-
-def write_tasks(folder: Path, count: int) -> None:
-    for index in range(count):
-        task = folder / f"task-{index}"
-        for name, text in {
-            "task.toml": f'schema_version = "1.4"\n[task]\nname = "test/task-{index}"\n',
-            "instruction.md": f"Say something about the number {index}.\n",
-            "environment/Dockerfile": "FROM scratch\n",
-            "tests/test.sh": TEST_SH,
-        }.items():
-            (task / name).parent.mkdir(parents=True, exist_ok=True)
-            (task / name).write_text(text)
 
 
 def settings(folder: Path) -> list[str]:
-    write_tasks(folder / "train", 6)
     write_tasks(folder / "heldout", NUM_HELDOUT)
-    values = {
-        "steps": STEPS,
-        "seed": 3,
-        "model.name": tiny_model_dir(),
-        "model.device": "cpu",
-        "tasks.train": folder / "train",
+    values = killable_settings(folder, STEPS) | {
         "tasks.heldout": folder / "heldout",
-        "agent.name": "reply_agent:ReplyAgent",
-        "environment.type": "sandbox",
-        "engine.deterministic": "true",
-        "sampling.max_new_tokens": 24,
-        "rollout.concurrency": 4,
-        "grpo.group_size": GROUP_SIZE,
-        "grpo.tasks_per_step": TASKS_PER_STEP,
-        "trainer.lr": 0.01,
-        "trainer.save_every": 2,
         "trainer.schedule": "linear",
         "trainer.warmup_steps": 1,
         "trainer.keep_last": 1,
@@ -71,10 +42,6 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
 
 
-def num_recorded(run: Path) -> int:
-    return sum(len(file.read_bytes().splitlines()) for file in run.glob("rollouts/*.jsonl"))
-
-
 def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
     """Returns what it had started and what should have ended with it."""
     deadline = time.monotonic() + 900
@@ -87,10 +54,6 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay
     process.send_signal(signal.SIGKILL)
     process.wait()
     return started
-
-
-def adapter(run: Path) -> bytes:
-    return (run / f"adapters/v{STEPS:05}/adapter_model.safetensors").read_bytes()
 
 
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_path: Path):
@@ -110,8 +73,8 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
     assert start([f"--resume={killed}"], log).wait() == 0, f"seed {seed}: {log.read_text()}"
 
     assert num_recorded(killed) == total  # nothing lost, nothing twice
-    assert adapter(killed) == adapter(whole), f"seed {seed}, moments {moments}"
-    assert adapter(killed) != (whole / f"adapters/v{STEPS - 1:05}/adapter_model.safetensors").read_bytes()
+    assert adapter(killed, STEPS) == adapter(whole, STEPS), f"seed {seed}, moments {moments}"
+    assert adapter(killed, STEPS) != (whole / f"adapters/v{STEPS - 1:05}/adapter_model.safetensors").read_bytes()
     for run in (whole, killed):
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"best", f"step-{STEPS:05}"}
     for name in ("score.json", "adapter_model.safetensors"):
@@ -151,4 +114,4 @@ def test_a_run_killed_while_rollouts_were_early_ends_with_the_bits_its_rollouts_
     shutil.copytree(killed, whole, ignore=shutil.ignore_patterns("checkpoints", "adapters", "metrics.jsonl"))
     assert start([f"--resume={whole}"], log).wait() == 0, log.read_text()
     assert num_recorded(whole) == total  # nothing was made anew
-    assert adapter(killed) == adapter(whole), f"seed {seed}, moment {moment}"
+    assert adapter(killed, STEPS) == adapter(whole, STEPS), f"seed {seed}, moment {moment}"

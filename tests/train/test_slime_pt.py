@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gateway_fakes import tiny_renderer
+from slime_stand_in import Sample as SlimeSample
 
 from dockyard.convert.conversation import Converted
 from dockyard.convert.samples import Sample, SampleNumbers, groups_of, open_writer, read_samples, samples_of
+from dockyard.convert.slime_pt import slime_rows
 from dockyard.errors import DockyardError
 from dockyard.types import Blame, Failure, Rollout, Segment
 
@@ -136,9 +138,9 @@ def test_logprobs_of_a_part_of_the_samples_are_not_written(tmp_path: Path, caplo
     assert "1 of 2 samples have no log-probabilities" in caplog.text
 
 
-def test_a_file_of_lost_rollouts_alone_has_no_logprobs(tmp_path: Path):
+def test_a_file_of_lost_rollouts_alone_lacks_nothing(tmp_path: Path):
     [row] = load(write(tmp_path / "rollout_0.pt", samples(())))
-    assert row["rollout_log_probs"] is None
+    assert row["rollout_log_probs"] == [0.0]
 
 
 def test_a_file_of_slimes_own_is_read(tmp_path: Path):
@@ -185,3 +187,27 @@ def test_a_conversion_that_breaks_off_leaves_no_file(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), open_writer(tmp_path / "0.pt"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_slime_makes_its_own_samples_of_what_we_write(tmp_path: Path):
+    rows = load(write(tmp_path / "rollout_0.pt", samples((segment(0, 1, 1), segment(0, 0, 1)), ())))
+    made = [SlimeSample.from_dict(row) for row in rows]
+    assert [one.rollout_id for one in made] == [0, 0, 1]
+    assert [one.status for one in made] == [SlimeSample.Status(row["status"]) for row in rows]
+    for one, row in zip(made, rows, strict=True):
+        again = one.to_dict()
+        assert {key: again[key] for key in row} == row
+
+
+def test_what_slime_saves_of_our_samples_is_read_back_as_the_same_groups(tmp_path: Path):
+    made = samples((segment(0, 1, 1), segment(0, 0, 1)), (segment(0, 1),), ())
+    live = [SlimeSample.from_dict(row) for row in slime_rows(made)]
+    torch.save({"rollout_id": 3, "samples": [one.to_dict() for one in live]}, tmp_path / "rollout_3.pt")
+    [group] = groups_of(read_samples(tmp_path / "rollout_3.pt"))
+    assert [(rollout.attempt, rollout.reward, len(rollout.segments)) for rollout in group.rollouts] == [
+        *((0, 0.5, 2), (1, 0.5, 1), (2, None, 0))
+    ]
+    found = group.rollouts[0].segments[0]
+    assert found.token_ids.tolist() == [5, 6, 7]
+    assert found.logprobs is not None
+    assert found.logprobs.tolist() == pytest.approx([0, -1 / 3, -1 / 3])

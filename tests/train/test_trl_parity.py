@@ -72,8 +72,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trl_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from datasets import Dataset
-    from trl import GRPOConfig as TRLConfig
-    from trl import GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig as TRLConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     arguments = TRLConfig(
         output_dir=str(tmp_path_factory.mktemp("trl")),

@@ -344,3 +344,14 @@ def test_a_model_is_examined_as_data(tmp_path: Path, capsys: pytest.CaptureFixtu
     (write_model(tmp_path) / "config.json").write_text('{"max_position_embeddings": 512}')
     assert main(["doctor", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["context_length"] == 512
+
+
+def test_training_without_torch_is_refused_before_a_folder_is_made(tmp_path: Path):
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None, peft=None); from dockyard.cli import main; "
+        "sys.exit(main(['train', '--tasks.source=demo', '--run_dir=mine']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "training needs `torch`, which is not installed" in done.stderr
+    assert not (tmp_path / "mine").exists()

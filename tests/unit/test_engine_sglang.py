@@ -1,8 +1,16 @@
 """SGLang's wire format."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from server_fakes import PROMPT, ask, generate, refusal, serving, write_adapter
+import pytest
+from pydantic import ValidationError
+from server_fakes import PROMPT, FakeSGLang, ask, generate, refusal, serving, write_adapter
+
+from dockyard.engine.remote import RemoteEngine, Served
+from dockyard.engine.server import Server
+from dockyard.engine.sglang import SGLangWire
+from dockyard.errors import EngineError
 
 
 async def test_nothing_but_the_temperature_shapes_the_distribution(tmp_path: Path):
@@ -38,3 +46,54 @@ async def test_nothing_but_the_temperature_shapes_the_distribution(tmp_path: Pat
 
 async def test_original_logprobs_are_refused_with_the_variable():
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in (await refusal("sglang", processed=False)).hint
+
+
+async def test_what_a_server_gives_up_for_new_weights_goes_on_from_there():
+    whole = list[int]()
+    for cuts in ([], [0, 2, 1, 0]):
+        server = FakeSGLang(weight_version="7")
+        await server.start()
+        engine = RemoteEngine(
+            Server(server.url), SGLangWire(tells_versions=True), Served(name="policy", context_length=512)
+        )
+        server.cuts = cuts.copy()
+        drawn = await generate(engine, ask(temperature=0))
+        await engine.close()
+        await server.stop()
+        assert drawn.versions.tolist() == [7] * 6
+        whole = whole or drawn.token_ids.tolist()
+        assert drawn.token_ids.tolist() == whole
+    asked = [(body["input_ids"], body["sampling_params"]["max_new_tokens"]) for body in server.bodies]
+    assert asked == [(PROMPT + whole[:known], 6 - known) for known in (0, 0, 2, 3, 3)]
+
+
+async def test_a_server_that_gives_up_for_ever_has_failed():
+    async with serving("sglang") as (engine, server):
+        server.cuts = [0] * 1000
+        with pytest.raises(EngineError, match="gave up a call 32 times"):
+            await generate(engine, ask())
+
+
+async def test_an_answer_without_tokens_is_refused_unless_it_was_given_up():
+    wire = SGLangWire()
+    assert wire.draw({"meta_info": {"finish_reason": {"type": "abort"}}}).cut
+    with pytest.raises(ValidationError, match="output_token_logprobs"):
+        wire.draw({"meta_info": {"finish_reason": {"type": "stop"}}})
+    broken = {"type": "abort", "message": "too long", "status_code": 400}
+    with pytest.raises(ValidationError, match="output_token_logprobs"):
+        wire.draw({"meta_info": {"finish_reason": broken}})
+
+
+async def test_calls_carry_what_a_router_keeps_them_together_by():
+    async with serving("sglang") as (engine, server):
+        server.routing_keys.clear()
+        await generate(engine, replace(ask(), affinity="step-00003-001-02"))
+        await generate(engine, ask())
+    assert server.routing_keys == ["step-00003-001-02", None]
+
+
+async def test_versions_count_only_where_somebody_else_loads_the_weights():
+    async with serving("sglang") as (engine, server):
+        server.weight_version = "9"
+        drawn = await generate(engine, ask())
+    assert set(drawn.versions.tolist()) == {0}

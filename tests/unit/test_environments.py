@@ -35,6 +35,8 @@ def test_missing_credentials_are_named_before_anything_starts(
     with pytest.raises(DockyardError) as caught:
         check(kind, inside=False)
     assert all(name in caught.value.message for name in names)
+    commands = {"modal": "`modal token new`", "daytona": "DAYTONA_API_URL"}
+    assert commands.get(kind, "set what it names") in caught.value.hint
 
 
 def test_credentials_are_never_printed(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]):
@@ -58,6 +60,13 @@ def test_an_agent_that_calls_from_afar_needs_a_way_to_the_gateway(monkeypatch: p
     check("e2b", inside=True, public_url="https://gateway.example.org")
     check("e2b", inside=True, tunnel="ssh -R 80:localhost:{port} serveo.net")
     check("e2b", inside=False)
+
+
+def test_daytonas_network_is_noted_where_an_agent_would_call_from_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DAYTONA_API_KEY", "k")
+    with pytest.raises(UsageError) as caught:
+        check("daytona", inside=True)
+    assert "Daytona's lower tiers let sandboxes reach a list of known services only" in caught.value.hint
 
 
 def test_a_way_to_the_gateway_that_nobody_would_take_is_refused():

@@ -43,12 +43,14 @@ TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
 TORCH_ALLOWED = ("convert/slime_pt*", "engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
 WITHOUT_TORCH = (
     "dockyard",
+    "dockyard.backends.modal.launch",
     "dockyard.cli",
     "dockyard.collect",
     "dockyard.convert",
     "dockyard.doctor",
     "dockyard.gateway",
     "dockyard.rollout",
+    "dockyard.trainer",
 )
 
 

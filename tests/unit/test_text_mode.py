@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ from dockyard.gateway.app import Gateway, Patience
 from dockyard.gateway.calls import RefusedError, Reply
 from dockyard.gateway.history import Message, Prompt, ToolCall
 from dockyard.gateway.ledger import Limits
+from dockyard.gateway.recall import Recall
 from dockyard.gateway.sessions import Sampling
 from dockyard.gateway.text_mode import TextSession
 from dockyard.gateway.wishes import Wishes
@@ -250,3 +251,60 @@ async def test_the_endpoints_own_count_of_tokens_is_what_the_agent_gets():
             [model] = (await response.json())["data"]
     assert (usage["input_tokens"], usage["output_tokens"]) == (12_000, 34)
     assert "max_model_len" not in model
+
+
+def thinking(arguments: str) -> Json:
+    body = called(arguments, "call_0")
+    body["choices"][0]["message"]["reasoning_content"] = "Let me see."
+    return body
+
+
+def echoed(reply: Reply) -> Message:
+    """A turn as most agents send it back: without its thoughts."""
+    return replace(reply.message, reasoning="")
+
+
+def recalling(source: FakeSource) -> TextSession:
+    sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=None)
+    return TextSession("a", sampling, Limits(), source, Recall())
+
+
+async def test_a_recalled_turn_goes_back_word_for_word_and_its_calls_have_ids_of_their_own():
+    arguments = '{"command":  "ls \\u00e9"}'
+    source = FakeSource([thinking(arguments), thinking(arguments)])
+    session = recalling(source)
+    history = [USER]
+    for _ in range(2):
+        reply = await session.submit(Prompt(tuple(history), (TOOL,)), None)
+        history += [echoed(reply), Message("tool", "a", call_id=reply.message.calls[0].id)]
+    await session.submit(Prompt(tuple(history), (TOOL,)), None)
+    assert history[1].calls[0].id != history[3].calls[0].id
+    said = thinking(arguments)["choices"][0]["message"]
+    result = {"role": "tool", "content": "a", "tool_call_id": "call_0"}
+    assert source.bodies[-1]["messages"] == [{"role": "user", "content": "count the lines"}, *[said, result] * 2]
+
+
+async def test_a_turn_that_the_agent_changed_or_moved_is_sent_as_the_agent_has_it():
+    source = FakeSource([thinking('{"command": "ls"}')])
+    session = recalling(source)
+    reply = await session.submit(Prompt((USER,), (TOOL,)), None)
+    other = replace(reply.message.calls[0], arguments={"command": "rm"})
+    changed = replace(echoed(reply), calls=(other,))
+    moved = (Message("user", "a summary"), echoed(reply))
+    for messages in ((USER, changed), moved):
+        await session.submit(Prompt((*messages, Message("user", "go on")), (TOOL,)), None)
+        sent = source.bodies[-1]["messages"][1]
+        assert "reasoning_content" not in sent
+        assert sent["tool_calls"][0]["id"] == "call_0"
+    assert json.loads(source.bodies[-2]["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"command": "rm"}
+
+
+async def test_the_same_words_after_another_history_recall_the_turn_that_was_said_there():
+    source = FakeSource([answer("OK", reasoning_content="first"), answer("OK", reasoning_content="second")])
+    session = recalling(source)
+    first = await session.submit(Prompt((USER,)), None)
+    again = (USER, echoed(first), USER)
+    second = await session.submit(Prompt(again), None)
+    await session.submit(Prompt((*again, echoed(second), USER)), None)
+    thoughts = [message.get("reasoning_content") for message in source.bodies[-1]["messages"]]
+    assert thoughts == [None, "first", None, "second", None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dockyard import __version__
-from dockyard.cli import agents, convert, doctor, evaluate, export, rollout, serve, tasks, train
+from dockyard.cli import agents, backend, convert, doctor, evaluate, export, rollout, serve, tasks, train
 from dockyard.cli.run_file import EXIT_STOPPED, split_overrides
 from dockyard.cli.terminal import configure_logging, say, show
 from dockyard.cli.train import RunTraining
@@ -33,6 +33,7 @@ _VERBS = {
     "convert": convert,
     "export": export,
     "serve": serve,
+    "backend": backend,
     "tasks": tasks,
     "agents": agents,
     "doctor": doctor,
@@ -72,7 +73,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     overrides: list[str] = []
     if verb == "serve":
         words = serve.as_flags(words)
-    elif verb in ("train", "rollout", "eval"):
+    elif verb in ("train", "rollout", "eval", "backend"):
         words, overrides = split_overrides(words, _VERBS[verb].FLAGS)
     arguments = _parser().parse_args(words)
     arguments.overrides = overrides

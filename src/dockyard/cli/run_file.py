@@ -49,7 +49,7 @@ def add_run_verb(add_parser: AddParser, verb: str, about: str, flags: Sequence[F
     """Describe a verb that takes a RUN.toml."""
     width = min(shutil.get_terminal_size().columns, 120)
     parser = add_parser(
-        verb,
+        verb.rpartition(" ")[2],
         help=about[:1].lower() + about[1:].partition(". ")[0].rstrip("."),
         description=f"{about} Relative paths are relative to the current directory.",
         usage=f"dockyard {verb} [RUN.toml] [--section.key VALUE ...] [options]",
@@ -99,6 +99,8 @@ class RunArguments:
     overwrite: bool
     dry_run: bool
     json: bool
+    drop: tuple[str, ...] = ()
+    """Settings that count as not written."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, *more_overrides: str) -> Self:
@@ -120,7 +122,7 @@ class RunArguments:
         """The settings the run would have."""
         if self.resume:
             return resumed_config(self.resume, self.overrides)
-        return load_run_config(self.toml, self.overrides)
+        return load_run_config(self.toml, self.overrides, drop=self.drop)
 
     def open(self, config: RunConfig, purpose: Purpose) -> RunDir:
         """The run's folder, new or as it was left."""
@@ -155,7 +157,7 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
             with stopped_by_signals():
                 code = work(run)
         except KeyboardInterrupt:
-            say(f"stopped; `dockyard {purpose.verb} --resume {_short(run.path)}` continues")
+            say(f"stopped; `dockyard {purpose.verb} --resume {short(run.path)}` continues")
             return EXIT_STOPPED
         except DockyardError:
             if not arguments.resume:
@@ -166,6 +168,7 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
     return code
 
 
-def _short(path: Path) -> Path:
+def short(path: Path) -> Path:
+    """As a person in this folder would write it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

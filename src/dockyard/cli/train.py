@@ -88,7 +88,9 @@ def _asks_no_model(config: RunConfig) -> bool:
 def _load_training() -> RunTraining:
     """Before the run's folder is made: without torch there is nothing to begin."""
     try:
-        from dockyard.trainer import run_training
+        from dockyard.trainer import embedded, run_training
+
+        del embedded
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("dockyard"):
             raise

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from dockyard.config import RunConfig
 from dockyard.engine import Engine
@@ -44,26 +45,41 @@ async def open_pool(
     on_phase: OnChange | None = None,
 ) -> AsyncGenerator[Pool]:
     """A pool whose rollouts sample from this engine. `renderer` is None where the engine is a source of text."""
+    phases = Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout)
+    async with open_runner(config, engine, renderer, run=run.id, trials=run.trials, phases=phases) as runner:
+        yield Pool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
+
+
+@asynccontextmanager
+async def open_runner(
+    config: RunConfig,
+    engine: Engine | TextSource,
+    renderer: Renderer | None,
+    *,
+    trials: Path,
+    run: str | None = None,
+    phases: Phases | None = None,
+) -> AsyncGenerator[TrialRunner]:
+    """What makes one rollout after another, for whoever owns the loop; `run` is the run's own name, if it has one."""
     inside = runs_inside(config.agent)
     async with AsyncExitStack() as stack:
-        site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run.id))
+        site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run))
         gateway = Gateway(engine, renderer, MODEL_NAME)
         stack.push_async_callback(gateway.close)
         await _listen(gateway, site, config.gateway.port)
         url = await stack.enter_async_context(reachable(gateway, site, config.gateway, inside=inside))
-        runner = TrialRunner(
+        yield TrialRunner(
             gateway=gateway,
             agents_url=url,
             agent=config.agent,
             site=site,
             limits=config.rollout,
-            phases=Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout),
+            phases=phases or Phases(config.rollout),
             policy_use=config.gateway,
             max_new_tokens=config.sampling.max_new_tokens,
-            trials_dir=run.trials,
+            trials_dir=trials,
             seal=config.environment.seal != "off",
         )
-        yield Pool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
 
 
 async def _listen(gateway: Gateway, site: Site, port: int) -> None:

@@ -32,14 +32,14 @@ class _Place:
 class SampleNumbers:
     """Counts groups, rollouts and samples while a job goes by."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_group: int = 0, first_rollout: int = 0) -> None:
+        self._first_group = first_group
         self._groups: dict[str, int] = {}
-        self._num_rollouts = 0
-        self._num_samples = 0
+        self._num_rollouts = self._num_samples = first_rollout
 
     def take(self, group_name: str, num_samples: int) -> list[_Place]:
         """The places of one rollout's samples, in the group of this name."""
-        group = self._groups.setdefault(group_name, len(self._groups))
+        group = self._groups.setdefault(group_name, self._first_group + len(self._groups))
         first, rollout = self._num_samples, self._num_rollouts
         self._num_samples += num_samples
         self._num_rollouts += 1
@@ -49,17 +49,19 @@ class SampleNumbers:
         ]
 
 
-def samples_of(converted: Converted, numbers: SampleNumbers, renderer: Renderer | None) -> list[Sample]:
+def samples_of(
+    converted: Converted, numbers: SampleNumbers, renderer: Renderer | None, *, pad: bool = False
+) -> list[Sample]:
     """One for each segment; for a rollout that is lost one that trains nothing, so that its group keeps its size.
 
-    None for what has a reward and no tokens, or is not over yet.
+    None for what has a reward and no tokens, or is not over yet; `pad` gives these one that trains nothing as well.
     """
     rollout = converted.rollout
     trained = [segment for segment in rollout.segments if segment.sampled.any()]
     if converted.skipped is None and trained:
         places = numbers.take(converted.group or rollout.task, len(trained))
         return [_sample(*pair, converted, renderer) for pair in zip(trained, places, strict=True)]
-    if rollout.reward is None and rollout.task and converted.skipped in _LOST:
+    if pad or (rollout.reward is None and rollout.task and converted.skipped in _LOST):
         [place] = numbers.take(converted.group or rollout.task, 1)
         return [_padding(place, converted)]
     return []
@@ -98,11 +100,11 @@ def _padding(place: _Place, converted: Converted) -> Sample:
         response="",
         response_length=1,
         label=converted.rollout.task,
-        reward=None,
+        reward=converted.rollout.reward,
         loss_mask=np.zeros(1, np.bool_),
         rollout_log_probs=None,
-        status=Status.ABORTED.value,
-        remove_sample=True,
+        status=_status(converted.rollout),
+        remove_sample=converted.rollout.reward is None,
         metadata=_metadata(converted, 0),
     )
 
@@ -124,10 +126,10 @@ def _metadata(converted: Converted, segment: int) -> dict[str, Any]:
 
 
 def _status(rollout: Rollout) -> str:
+    if rollout.reward is None:
+        return Status.ABORTED.value
     if rollout.failure is None:
         return Status.COMPLETED.value
-    if rollout.failure.blame is Blame.INFRASTRUCTURE:
-        return Status.ABORTED.value
     return (Status.TRUNCATED if rollout.failure.cause in _OUT_OF_BUDGET else Status.FAILED).value
 
 

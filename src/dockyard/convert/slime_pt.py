@@ -5,6 +5,7 @@ has them for every sample, or for none: a part of them would be worse than recom
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,29 @@ class SlimeSamples:
 
     def __init__(self) -> None:
         _torch()  # better now than after hours of conversion
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[Sample] = []
 
     def write(self, sample: Sample) -> None:
-        self._samples.append(_slime_row(sample))
+        self._samples.append(sample)
 
     def save(self, path: Path) -> None:
-        trained = [row for row in self._samples if any(row["loss_mask"])]
-        recorded = [row for row in trained if row["rollout_log_probs"] is not None]
-        if 0 < len(recorded) < len(trained):
+        _torch().save({"rollout_id": 0, "samples": slime_rows(self._samples)}, path)
+
+
+def slime_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """As SLiME's `Sample.from_dict` takes them. Needs no torch."""
+    rows = [_slime_row(sample) for sample in samples]
+    trained = [row for row in rows if any(row["loss_mask"])]
+    recorded = [row for row in trained if row["rollout_log_probs"] is not None]
+    if len(recorded) < len(trained):
+        if recorded:
             missing = len(trained) - len(recorded)
             logger.warning("%d of %d samples have no log-probabilities: none are written", missing, len(trained))
-        every = bool(trained) and len(recorded) == len(trained)
-        for row in self._samples:
-            zeros = [0.0] * row["response_length"]  # of a lost rollout
-            row["rollout_log_probs"] = (row["rollout_log_probs"] or zeros) if every else None
-        _torch().save({"rollout_id": 0, "samples": self._samples}, path)
+        return [row | {"rollout_log_probs": None} for row in rows]
+    zeros = ([0.0] * row["response_length"] for row in rows)  # of a lost rollout
+    return [
+        row | {"rollout_log_probs": row["rollout_log_probs"] or zero} for row, zero in zip(rows, zeros, strict=True)
+    ]
 
 
 def load_slime(path: Path) -> list[Any]:

@@ -20,6 +20,8 @@ class GenerateRequest:
     """Of this request's own random stream."""
     version: int | None = None
     """Weights to sample from, if the engine still has them. None, or gone: the newest."""
+    affinity: str = ""
+    """What the calls of one rollout have in common: a router sends them where their prefix is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

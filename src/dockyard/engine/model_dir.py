@@ -38,6 +38,11 @@ _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
+def known_as(name: str) -> str:
+    """What the Hub calls a model that people call so; any other name as it is."""
+    return _OTHER_NAMES.get(name, name)
+
+
 def find_model(name: str, *, weights: bool = True) -> Path:
     """The folder of the model with this name, fetched if need be; without `weights` all but those."""
     if name == DEMO_MODEL:
@@ -58,7 +63,7 @@ def hub_name(name: str) -> str | None:
     """What the Hub calls a model that people call this; None for a folder and for the demo's model."""
     if name == DEMO_MODEL or _is_folder(name):
         return None
-    return _OTHER_NAMES.get(name, name)
+    return known_as(name)
 
 
 def _is_folder(name: str) -> bool:

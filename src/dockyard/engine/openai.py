@@ -98,6 +98,9 @@ class CompletionsWire:
             "return_token_ids": True,
         }
 
+    def headers(self, ask: Ask) -> dict[str, str]:
+        return {}
+
     def draw(self, body: Any) -> Draw:
         choice = _Response.model_validate(body).choices[0]
         return Draw(

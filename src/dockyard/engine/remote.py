@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 NO_LOGPROB = -9999.0  # what vLLM says for a logprob it does not have, JSON having no NaN
 _LOAD_TIMEOUT_S = 600.0
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
+_MAX_CUTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,10 @@ class Draw:
     finish: str
     top: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the first position, by token: the logprobs that `Ask.top` asks for."""
+    cut: bool = False
+    """The server gave up in the middle, as SGLang does before it takes new weights, and may be asked for the rest."""
+    version: int | None = None
+    """Of the weights, where the server's own number for them counts."""
 
 
 class Wire(Protocol):
@@ -70,6 +75,7 @@ class Wire(Protocol):
         ...
 
     def body(self, ask: Ask) -> dict[str, Any]: ...
+    def headers(self, ask: Ask) -> dict[str, str]: ...
     def draw(self, body: Any) -> Draw:
         """Read an answer; raises ValidationError where it is not as documented."""
         ...
@@ -159,8 +165,7 @@ class RemoteEngine:
         request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
         adapter = self._of_version(request.version)
         with adapter.used():
-            draw = await self._sample(request, adapter)
-        return generation_of(draw, request, adapter.version)
+            return joined([part async for part in self._parts(request, adapter)])
 
     async def publish(self, adapter_dir: Path, version: int) -> None:
         adapter = _Adapter.read(adapter_dir, version, self._nonce)
@@ -177,6 +182,21 @@ class RemoteEngine:
         newest = self._adapters[-1]
         return next((adapter for adapter in reversed(self._adapters) if adapter.version == version), newest)
 
+    async def _parts(self, request: GenerateRequest, adapter: _Adapter) -> AsyncGenerator[Generation]:
+        """One, unless the server gives up in the middle: then it goes on from there, maybe with newer weights."""
+        for _ in range(_MAX_CUTS):
+            draw = await self._sample(request, adapter)
+            part = generation_of(draw, request, adapter.version)
+            yield part
+            if not draw.cut or len(part.token_ids) == request.max_new_tokens:
+                return
+            request = replace(
+                request,
+                prompt_ids=np.concatenate([request.prompt_ids, part.token_ids]),
+                max_new_tokens=request.max_new_tokens - len(part.token_ids),
+            )
+        raise EngineError(f"`{self._server.url}` gave up a call {_MAX_CUTS} times", hint="look at its log")
+
     async def _sample(self, request: GenerateRequest, adapter: _Adapter) -> Draw:
         ask = Ask(request=request, model=self._served.name, adapter=adapter.name)
         answer = await self._ask(ask)
@@ -187,7 +207,7 @@ class RemoteEngine:
 
     async def _ask(self, ask: Ask) -> Answer:
         try:
-            return await self._server.generate(self._wire.generate_path, self._wire.body(ask))
+            return await self._server.generate(self._wire.generate_path, self._wire.body(ask), self._wire.headers(ask))
         except asyncio.CancelledError:
             if self._wire.abort_path:
                 self._in_background(self._abort(self._wire.abort_path, ask.id))
@@ -292,6 +312,16 @@ def generation_of(draw: Draw, request: GenerateRequest, version: int) -> Generat
     return Generation(
         token_ids=np.array(draw.token_ids, dtype=np.int32),
         logprobs=logprobs,
-        versions=np.full(len(draw.token_ids), version, dtype=np.int32),
+        versions=np.full(len(draw.token_ids), version if draw.version is None else draw.version, dtype=np.int32),
         finish=_FINISHES[draw.finish],
+    )
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """Parts of one generation, each drawn after the one before."""
+    return Generation(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=np.concatenate([part.versions for part in parts]),
+        finish=parts[-1].finish,
     )

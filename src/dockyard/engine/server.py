@@ -89,9 +89,9 @@ class Server:
         send = partial(self._send, "POST", path, body, timeout_s)
         return await self._patiently(path, send, self._retry_s if patient else 0, _PASSING - final)
 
-    async def generate(self, path: str, body: dict[str, Any]) -> Answer:
+    async def generate(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
         """Send JSON whose answer may take any time, as long as the server is there."""
-        return await self._patiently(path, partial(self._send_watched, path, body), self._retry_s)
+        return await self._patiently(path, partial(self._send_watched, path, body, headers), self._retry_s)
 
     async def close(self) -> None:
         if self._watcher:
@@ -126,16 +126,24 @@ class Server:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Answer:
-        async with asyncio.timeout(timeout_s), self._session.request(method, self.url + path, json=body) as response:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        request = self._session.request(method, self.url + path, json=body, headers=headers)
+        async with asyncio.timeout(timeout_s), request as response:
             text = self._hide_key(await response.text(errors="replace"))
         try:
             return Answer(response.status, json.loads(text))
         except ValueError:
             return Answer(response.status, text)
 
-    async def _send_watched(self, path: str, body: dict[str, Any]) -> Answer:
-        task = asyncio.create_task(self._send("POST", path, body, None))
+    async def _send_watched(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
+        task = asyncio.create_task(self._send("POST", path, body, None, headers))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         if self._watcher is None or self._watcher.done():

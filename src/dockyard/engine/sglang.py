@@ -4,9 +4,9 @@ Written against SGLang's source of August 2026. Its prefix cache is keyed by an 
 and its seeds count only under `--enable-deterministic-inference`.
 """
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from dockyard.config import EngineConfig
 from dockyard.engine.checks import Wanted, open_checked
@@ -27,8 +27,14 @@ class SGLangWire:
     adapters_path = ""
     abort_path = "/abort_request"
 
+    def __init__(self, *, tells_versions: bool = False, adapter: str | None = None) -> None:
+        """`tells_versions`: somebody else gives the server its weights, maybe as `adapter`, and numbers them."""
+        self._tells_versions = tells_versions
+        self._adapter = adapter
+
     def body(self, ask: Ask) -> dict[str, Any]:
         request = ask.request
+        adapter = ask.adapter or self._adapter
         sampling = {
             "temperature": request.temperature,
             "top_p": 1.0,
@@ -49,16 +55,23 @@ class SGLangWire:
             "sampling_params": sampling,
             "return_logprob": True,
             "top_logprobs_num": ask.top,
-            **({"lora_path": ask.adapter} if ask.adapter else {}),
+            **({"lora_path": adapter} if adapter else {}),
         }
+
+    def headers(self, ask: Ask) -> dict[str, str]:
+        """SGLang's router, told to hash, keeps what has the same key on one server."""
+        return {"X-SMG-Routing-Key": ask.request.affinity} if ask.request.affinity else {}
 
     def draw(self, body: Any) -> Draw:
         meta = _Response.model_validate(body).meta_info
+        version = meta.weight_version
         return Draw(
             token_ids=[token_id for _, token_id, _ in meta.output_token_logprobs],
             logprobs=[logprob for logprob, _, _ in meta.output_token_logprobs],
-            finish=meta.finish_reason.type,
+            finish="length" if meta.is_cut else meta.finish_reason.text,
+            cut=meta.is_cut,
             top={str(token): logprob for position in meta.output_top_logprobs[:1] for logprob, token, _ in position},
+            version=int(version) if self._tells_versions and version.isdecimal() else None,
         )
 
     def has_forgotten(self, answer: Answer) -> bool:
@@ -73,12 +86,31 @@ class SGLangWire:
 
 class _Finish(BaseModel):
     type: str
+    message: str | None = None
+    status_code: int | None = None
+    """Set where it is an error that ended the generation."""
+
+    @property
+    def text(self) -> str:
+        return self.type if self.status_code is None else f"{self.type}: {self.message}"
 
 
 class _Meta(BaseModel):
-    output_token_logprobs: list[tuple[float, int, str | None]]
-    output_top_logprobs: list[list[tuple[float, int, str | None]]] = []
     finish_reason: _Finish
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] = []
+    weight_version: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.finish_reason.text == "abort"
+
+    @model_validator(mode="after")
+    def _tells_tokens(self) -> Self:
+        """What was given up before it began has none."""
+        if not self.is_cut and "output_token_logprobs" not in self.model_fields_set:
+            raise ValueError("no `output_token_logprobs`")
+        return self
 
 
 class _Response(BaseModel):

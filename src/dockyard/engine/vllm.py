@@ -49,6 +49,9 @@ class VLLMWire:
             "sampling_params": sampling,
         }
 
+    def headers(self, ask: Ask) -> dict[str, str]:
+        return {}
+
     def draw(self, body: Any) -> Draw:
         choice = _Response.model_validate(body).choices[0]
         positions = choice.logprobs.content

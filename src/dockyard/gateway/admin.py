@@ -25,7 +25,7 @@ from dockyard.gateway.dialects.chat import error_body
 from dockyard.gateway.history import Json
 from dockyard.gateway.ledger import Limits, Recording, unknown_key
 from dockyard.gateway.sessions import AnySession
-from dockyard.gateway.text_mode import exchange_json
+from dockyard.gateway.text_wire import exchange_json
 from dockyard.types import Segment
 
 MAX_SESSIONS = 4096

@@ -74,7 +74,7 @@ class _Root:
 
     @classmethod
     def of(cls, tools: tuple[Json, ...]) -> Self:
-        return cls(tools, _Node(None), {tool["function"]["name"]: _schema_defaults(tool) for tool in tools})
+        return cls(tools, _Node(None), {tool["function"]["name"]: schema_defaults(tool) for tool in tools})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +309,11 @@ def _key(message: Message) -> _Key:
     return ASSISTANT, _collapsed(message.text)
 
 
+def same_message(recorded: Message, sent: Message, defaults: _Defaults) -> bool:
+    """Whether the message that the agent sent is the one recorded, in other words perhaps."""
+    return _key(recorded) == _key(sent) and _same(recorded, sent, defaults)
+
+
 def _same(recorded: Message | None, sent: Message, defaults: _Defaults) -> bool:
     """Is the message the agent sent the one recorded? Agents trim, re-wrap and leave out, and write JSON anew."""
     if recorded is None:
@@ -325,7 +330,8 @@ def _called(message: Message, defaults: _Defaults) -> list[tuple[str, Json]]:
     return [(call.name, {**defaults.get(call.name, {}), **call.arguments}) for call in message.calls]
 
 
-def _schema_defaults(tool: Json) -> Json:
+def schema_defaults(tool: Json) -> Json:
+    """The arguments that a tool fills in by itself."""
     properties = tool["function"]["parameters"].get("properties")
     schemas = cast("Json", properties) if isinstance(properties, dict) else {}
     return {name: schema["default"] for name, schema in schemas.items() if _has_default(schema)}

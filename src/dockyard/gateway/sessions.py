@@ -161,6 +161,7 @@ class Session:
             stop_ids=self.renderer.stop_ids,
             seed=turn_seed(self.sampling.seed, number) if wishes.seed is None else wishes.seed,
             version=self._version,
+            affinity=self.label,
         )
 
     async def _generate(self, request: GenerateRequest) -> Generation:

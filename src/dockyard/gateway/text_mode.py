@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import BaseModel, Field
 
-from dockyard.gateway.calls import RefusedError, Reply, dump, strict_object
-from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.gateway.calls import RefusedError, Reply, dump
+from dockyard.gateway.history import Json, Message, Prompt
 from dockyard.gateway.ledger import Exchange, Ledger, Limits, Recording
+from dockyard.gateway.recall import Recall
 from dockyard.gateway.sessions import Sampling, turn_seed
+from dockyard.gateway.text_wire import ChatAnswer, chat_message, said_message
 from dockyard.gateway.wishes import NO_WISHES, Wishes
 from dockyard.types import Finish, Turn
 
@@ -47,6 +48,8 @@ class TextSession:
     sampling: Sampling
     limits: Limits
     source: TextSource
+    recall: Recall | None = None
+    """For a source that must get its own turns back word for word."""
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
     _ledger: Ledger = field(init=False)
     _exchanges: list[Exchange] = field(default_factory=list[Exchange])
@@ -93,18 +96,24 @@ class TextSession:
         return self._ledger.close(stats, exchanges=tuple(self._exchanges))
 
     async def _answer(self, number: int, prompt: Prompt, max_tokens: int | None, wishes: Wishes) -> Reply:
-        body = _chat_body(prompt)
+        body = self._body(prompt)
         body["temperature"] = self.sampling.temperature if wishes.temperature is None else wishes.temperature
         body["seed"] = turn_seed(self.sampling.seed, number) if wishes.seed is None else wishes.seed
         limit = self._ledger.max_new_tokens(number, self.sampling.max_new_tokens, max_tokens)
         with self._ledger.engine_at_work():
-            answer = _Answer.model_validate(await self._chat(body, limit))
-        message, finish = _message(answer.choices[0].message), answer.choices[0].finish
+            answer = ChatAnswer.model_validate(await self._chat(body, limit))
+            wire, finish = answer.choices[0].message, answer.choices[0].finish
+            message = self.recall.heard(body["messages"], wire) if self.recall else said_message(wire)
         usage = answer.usage.tokens if answer.usage else (await self._estimated(prompt), _num_tokens(message))
         self._ledger.note_answer(usage[1])
         exchange = Exchange(prompt=self._compact(prompt), reply=message, finish=finish, usage=usage)
         self._exchanges.append(exchange)
         return Reply(number=len(self._exchanges) - 1, turn=_empty_turn(finish), message=message, usage=usage)
+
+    def _body(self, prompt: Prompt) -> Json:
+        messages = self.recall.told(prompt) if self.recall else _chat_messages(prompt.messages)
+        tools: Json = {"tools": list(prompt.tools)} if prompt.tools else {}
+        return {"messages": messages, **tools}
 
     async def _chat(self, body: Json, limit: int | None) -> Json:
         """Ask the endpoint. Its words for an overflow become ours, so that agents know to compact."""
@@ -140,108 +149,5 @@ def _num_tokens(message: Message) -> int:
     return max(1, len((message.reasoning + message.text + calls).encode()) // _BYTES_PER_TOKEN)
 
 
-def _chat_body(prompt: Prompt) -> Json:
-    tools: Json = {"tools": list(prompt.tools)} if prompt.tools else {}
-    return {"messages": _chat_messages(prompt.messages), **tools}
-
-
 def _chat_messages(messages: Sequence[Message]) -> list[Json]:
     return [chat_message(message) for message in messages]
-
-
-def chat_message(message: Message) -> Json:
-    """A message as chat completions have it."""
-    wire: Json = {"role": message.role, "content": message.text}
-    if message.role == "tool":
-        wire["tool_call_id"] = message.call_id
-    if message.reasoning:
-        wire["reasoning_content"] = message.reasoning
-    if message.calls:
-        wire["content"] = message.text or None
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
-            for call in message.calls
-        ]
-    return wire
-
-
-def exchange_json(exchange: Exchange) -> Json:
-    """A recorded call as data."""
-    num_prompt, num_sampled = exchange.usage
-    return {
-        "messages": [chat_message(message) for message in exchange.prompt.messages],
-        "tools": list(exchange.prompt.tools),
-        "reply": chat_message(exchange.reply),
-        "finish": exchange.finish.value,
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_sampled},
-        "delivered": exchange.delivered,
-        "auxiliary": exchange.prompt.auxiliary,
-    }
-
-
-class _Function(BaseModel):
-    name: str
-    arguments: str | Json | None = None
-
-
-class _Call(BaseModel):
-    id: str | None = None
-    function: _Function
-
-
-class _Part(BaseModel):
-    text: str | None = None
-
-
-class _Said(BaseModel):
-    content: str | list[_Part] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
-
-    @property
-    def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "\n".join(part.text or "" for part in parts)
-
-
-class _Choice(BaseModel):
-    message: _Said
-    finish_reason: str | None = None
-
-    @property
-    def finish(self) -> Finish:
-        return Finish.LENGTH if self.finish_reason == "length" else Finish.STOP
-
-
-class _Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        return self.prompt_tokens, self.completion_tokens
-
-
-class _Answer(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage | None = None
-
-
-def _message(said: _Said) -> Message:
-    """The endpoint's reply as its agent gets it. A call without valid JSON becomes text: agents die of it."""
-    calls: list[ToolCall] = []
-    texts = [said.text]
-    for wire in said.tool_calls or ():
-        arguments = strict_object(wire.function.arguments or "{}")
-        if arguments is None:
-            texts.append(f"<tool_call>\n{wire.function.name}: {wire.function.arguments}\n</tool_call>")
-        else:
-            calls.append(ToolCall(wire.id or f"call_{secrets.token_hex(16)}", _clean(wire.function.name), arguments))
-    text = "\n".join(text for text in texts if text)
-    return Message(ASSISTANT, _clean(text), _clean(said.reasoning_content or said.reasoning or ""), tuple(calls))
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair is no text."""
-    return text.encode(errors="replace").decode()

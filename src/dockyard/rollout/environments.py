@@ -30,6 +30,11 @@ _NOT_FOR_USERS = {
     *("override_cpus", "override_memory_mb", "override_storage_mb"),
 }
 """Options that we or Harbor set, or for which there are settings."""
+_CREDENTIALS = {
+    "modal": "`modal token new`",
+    "daytona": "`export DAYTONA_API_KEY=...`; `DAYTONA_API_URL` too, for a Daytona of your own",
+}
+_NETWORK_NOTES = {"daytona": "; Daytona's lower tiers let sandboxes reach a list of known services only"}
 _HOW_TO_REACH = (
     "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
     "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
@@ -50,7 +55,7 @@ def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agen
         _check_credentials(config.type)
         if inside and not (gateway.public_url or gateway.tunnel):
             message = f"`{agent}` would call the gateway from `{config.type}`, which cannot reach this machine"
-            raise UsageError(message, hint=_HOW_TO_REACH)
+            raise UsageError(message, hint=_HOW_TO_REACH + _NETWORK_NOTES.get(config.type, ""))
 
 
 def _check_seal(config: EnvironmentConfig) -> None:
@@ -116,7 +121,8 @@ def _check_credentials(kind: str) -> None:
         ) from None
     except (SystemExit, ValueError, ImportError) as error:
         raise DockyardError(
-            f"`environment.type` is `{kind}`: {error}", hint="set what it names, then try again"
+            f"`environment.type` is `{kind}`: {error}",
+            hint=_CREDENTIALS.get(kind, "set what it names, then try again"),
         ) from None
 
 

@@ -10,7 +10,7 @@ from harbor import TrialResult
 from harbor.models.verifier.result import VerifierResult
 
 from dockyard.gateway.ledger import Recording
-from dockyard.gateway.text_mode import exchange_json
+from dockyard.gateway.text_wire import exchange_json
 from dockyard.rollout.blame import failure_of
 from dockyard.types import Blame, Rollout
 

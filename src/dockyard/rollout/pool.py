@@ -56,7 +56,7 @@ class Order:
                 task=task,
                 group=group,
                 index=index,
-                seed=_seed(self.seed, self.stream, group, index),
+                seed=rollout_seed(self.seed, self.stream, group, index),
                 temperature=self.temperature,
             )
             for group, task in enumerate(self.tasks, self.first_group)
@@ -87,8 +87,7 @@ class Pool:
         loop = asyncio.get_running_loop()
 
         async def make(attempt: Attempt) -> None:
-            async with self._slots:
-                rollout = await self._persist(attempt)
+            rollout = await self.make(attempt)
             if rollout.reward is not None:
                 # Shielded: a run that is stopped now still records what is finished.
                 recording = loop.run_in_executor(None, self._record, order.phase, attempt.group, rollout)
@@ -119,6 +118,11 @@ class Pool:
             )
             for index, task in enumerate(order.tasks)
         )
+
+    async def make(self, attempt: Attempt) -> Rollout:
+        """One rollout, when there is a slot for it. It is not recorded."""
+        async with self._slots:
+            return await self._persist(attempt)
 
     def _recorded(self, order: Order) -> dict[tuple[int, int], Rollout]:
         names = [task.name for task in (*order.tasks, *order.spare)]
@@ -162,7 +166,8 @@ class Pool:
             )
 
 
-def _seed(run_seed: int, stream: str, group: int, index: int) -> int:
+def rollout_seed(run_seed: int, stream: str, group: int, index: int) -> int:
+    """Of one rollout's random stream."""
     digest = blake2b(f"{run_seed}/{stream}/{group}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 

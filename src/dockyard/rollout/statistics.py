@@ -1,9 +1,25 @@
-"""What the gateway counted in many rollouts, as the few numbers that say whether training sees what was sampled."""
+"""Many rollouts in numbers, among them the few that say whether training sees what was sampled."""
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
+from dockyard.rollout.pool import failure_counts
 from dockyard.types import Rollout
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """A step's rollouts in numbers."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return {
+        "reward/mean": fmean(rewards) if rewards else float("nan"),
+        "rollout/count": float(len(rollouts)),
+        "rollout/lost": float(len(rollouts) - len(rewards)),
+        "rollout/segments": fmean(len(rollout.segments) for rollout in rollouts),
+        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+        **gateway_metrics(rollouts),
+        **{f"failure/{cause}": float(count) for cause, count in failure_counts(rollouts).items()},
+    }
 
 
 def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

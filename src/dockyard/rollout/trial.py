@@ -5,6 +5,7 @@
 import asyncio
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from harbor import Trial, TrialConfig, TrialEvent, TrialHookEvent, TrialTaskConf
 from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
 from dockyard.gateway.app import Gateway
 from dockyard.gateway.ledger import Limits, Recording
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.sessions import AnySession, Sampling
 from dockyard.rollout.agents import Endpoint, agent_config
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
@@ -65,6 +66,8 @@ class TrialRunner:
     trials_dir: Path
     seal: bool = True
     policy_use: GatewayConfig = field(default_factory=GatewayConfig)
+    new_session: Callable[[str, Sampling, Limits], AnySession] | None = None
+    """Where a rollout does not sample from what the gateway does: its own access to a policy."""
 
     async def run(self, attempt: Attempt) -> Rollout:
         """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
@@ -77,17 +80,15 @@ class TrialRunner:
 
     def open_session(self, attempt: Attempt) -> AnySession:
         """The attempt's own access to the policy."""
-        return self.gateway.open_session(
-            attempt.name,
-            seed=attempt.seed,
-            temperature=attempt.temperature,
-            max_new_tokens=self.max_new_tokens,
-            limits=Limits(
-                max_calls=self.policy_use.max_calls,
-                max_sampled_tokens=self.policy_use.max_sampled_tokens,
-                max_concurrency=self.policy_use.max_concurrency,
-            ),
+        sampling = Sampling(seed=attempt.seed, temperature=attempt.temperature, max_new_tokens=self.max_new_tokens)
+        limits = Limits(
+            max_calls=self.policy_use.max_calls,
+            max_sampled_tokens=self.policy_use.max_sampled_tokens,
+            max_concurrency=self.policy_use.max_concurrency,
         )
+        session = (self.new_session or self.gateway.new_session)(attempt.name, sampling, limits)
+        self.gateway.host(session)
+        return session
 
     async def _outcome(self, attempt: Attempt, books: "_Books") -> Outcome:
         shutil.rmtree(self.trials_dir / attempt.name, ignore_errors=True)  # of an earlier try

@@ -1,9 +1,9 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
-rollouts/step-00003.jsonl  rollouts/eval-before.jsonl  rollouts/eval-after.jsonl  rollouts/{rollouts,eval}.jsonl
-rollouts/eval-00010.jsonl  checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
-trackers/
+task-list.json  backend/  trackers/
+rollouts/step-00003.jsonl  rollouts/eval-{00003,before,after}.jsonl  rollouts/{rollouts,eval}.jsonl
+checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
 """
 
 import json
@@ -56,6 +56,8 @@ __all__ = [
     "resumed_config",
     "settings_file",
     "step_phase",
+    "task_list_file",
+    "trials_folder",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,8 +80,9 @@ _LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
 _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID, _SPLIT, _TRACKERS = "run.id", "split.json", "trackers"
-_OURS = (*_FOLDERS, _TRACKERS, _ID, _SPLIT, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+_ID, _SPLIT, _TRACKERS, _TASK_LIST, _BACKEND = "run.id", "split.json", "trackers", "task-list.json", "backend"
+_BESIDE = (_TRACKERS, _ID, _SPLIT, _TASK_LIST, _BACKEND)
+_OURS = (*_FOLDERS, *_BESIDE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
 class RunDir:
@@ -92,7 +95,8 @@ class RunDir:
         self._writing = threading.Lock()  # rollouts may be recorded from several threads
         for folder in (self.path, *(self.path / name for name in _FOLDERS)):
             folder.mkdir(exist_ok=True)
-            remove_drafts(folder)
+            if lock >= 0:
+                remove_drafts(folder)
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False, purpose: Purpose | None = None) -> Self:
@@ -126,6 +130,11 @@ class RunDir:
             os.close(lock)
             raise
         return run
+
+    @classmethod
+    def join(cls, path: Path) -> Self:
+        """A run that another process holds, as long as this one works for it."""
+        return cls(path, load_run_config(path / _CONFIG, []), lock=-1)
 
     def discard(self) -> None:
         """Remove the run if nothing has come of it yet, so that the same command can be given again."""
@@ -174,7 +183,7 @@ class RunDir:
     @property
     def trials(self) -> Path:
         """Where Harbor keeps its files of each rollout."""
-        return self.path / _TRIALS
+        return trials_folder(self.path)
 
     @property
     def tasks(self) -> Path:
@@ -185,6 +194,16 @@ class RunDir:
     def split_file(self) -> Path:
         """Which tasks are trained on and which are held out, where the run drew them."""
         return self.path / _SPLIT
+
+    @property
+    def task_list(self) -> Path:
+        """The run's tasks, for those of its processes that did not find them."""
+        return task_list_file(self.path)
+
+    @property
+    def backend(self) -> Path:
+        """Where another engine that owns the loop has its files. The caller makes the folder."""
+        return backend_dir(self.path)
 
     @property
     def curve(self) -> Path:
@@ -338,6 +357,21 @@ def checkpoints_of(path: Path) -> Checkpoints:
 def settings_file(path: Path) -> Path:
     """Where a run has its settings."""
     return path / _CONFIG
+
+
+def trials_folder(path: Path) -> Path:
+    """Where Harbor keeps its files of the rollouts of the run in this folder."""
+    return path / _TRIALS
+
+
+def task_list_file(path: Path) -> Path:
+    """Where a run has the list of its tasks."""
+    return path / _TASK_LIST
+
+
+def backend_dir(path: Path) -> Path:
+    """Where a run has what belongs to another engine."""
+    return path / _BACKEND
 
 
 def recorded_files(path: Path) -> list[Path] | None:

@@ -29,7 +29,7 @@ class Purpose(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    verb: Literal["train", "rollout", "eval", "tasks check"]
+    verb: Literal["train", "rollout", "eval", "tasks check", "backend slime", "backend prime-rl"]
     split: Split = "heldout"
     """Whose tasks an evaluation attempts."""
     adapter: Path | None = None

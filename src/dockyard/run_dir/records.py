@@ -19,7 +19,7 @@ class RecordedRollout:
     """A finished rollout and its place in the run."""
 
     phase: str
-    """`step-00003`, `eval-before`, `eval-00010`, `eval-after`, `rollouts` or `eval`."""
+    """`step-00003`, `eval-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
     group: int
     """Which of the phase's groups it belongs to, from 0."""
     rollout: Rollout

@@ -1,6 +1,6 @@
 """Which settings may differ when a run is resumed."""
 
-from dockyard.config import RunConfig
+from dockyard.config import PrimeRLConfig, RunConfig, SlimeConfig
 from dockyard.errors import UsageError
 from dockyard.settings import changed_keys
 
@@ -37,6 +37,8 @@ RESUMABLE = frozenset(
         "tracker.tensorboard",
         "tracker.trackio",
         "trainer.max_skipped_steps",
+        *(f"prime_rl.{name}" for name in PrimeRLConfig.model_fields if name != "renderer"),
+        *(f"slime.{name}" for name in SlimeConfig.model_fields if name not in ("flavour", "dynamic_sampling")),
     }
 )
 """Nothing that recorded rollouts and updates were made with."""
@@ -49,5 +51,6 @@ def refuse_fixed(old: RunConfig, new: RunConfig) -> None:
     fixed = [key for key in changed_keys(old, new) if key not in changeable]
     if fixed:
         names = ", ".join(f"`{key}`" for key in fixed)
-        others = ", ".join(f"`{key}`" for key in sorted(changeable - {"run_dir"}))
+        of_backends = ("slime.", "prime_rl.")
+        others = ", ".join(f"`{key}`" for key in sorted(changeable - {"run_dir"}) if not key.startswith(of_backends))
         raise UsageError(f"{names} cannot change in a run that has begun", hint=f"what can: {others}")

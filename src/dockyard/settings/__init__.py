@@ -5,7 +5,7 @@ to the current directory, not to the TOML file.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dockyard.config import Config, GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import UsageError
-from dockyard.settings.overrides import apply_overrides
+from dockyard.settings.overrides import apply_overrides, forget
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
 from dockyard.settings.text import settings_by_key
 
@@ -31,17 +31,19 @@ READ_BY_SOURCE = {
 _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
 
 
-def load_run_config(toml: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """The settings of one run; `overrides` are command-line words such as `--trainer.lr 1e-4`."""
-    config = load(RunConfig, toml, overrides)
+def load_run_config(toml: Path | None, overrides: Sequence[str], *, drop: Collection[str] = ()) -> RunConfig:
+    """The settings of one run; `overrides` are words such as `--trainer.lr 1e-4`, `drop` keys to forget."""
+    config = load(RunConfig, toml, overrides, drop=drop)
     raise_if_any([*_missing(config), *_without_effect(config), *_contradictory(config)])
     return config
 
 
-def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str]) -> C:
+def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str], *, drop: Collection[str] = ()) -> C:
     """Settings of any kind, from their defaults, a file and the command line."""
-    values = _read_toml(toml) if toml else {}
+    values = read_toml(toml) if toml else {}
     applied = apply_overrides(kind, values, overrides)
+    for key in drop:
+        forget(values, key)
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
@@ -54,10 +56,17 @@ def load[C: Config](kind: type[C], toml: Path | None, overrides: Sequence[str]) 
 def anchored(config: RunConfig) -> RunConfig:
     """The same settings with absolute paths, so that they mean the same from any directory."""
     paths = {name: getattr(config.tasks, name) for name in ("train", "heldout", "registry", "repositories")}
-    if config.tasks.dataset and Path(config.tasks.dataset).exists():
+    if config.tasks.dataset and (config.tasks.source == "recorded" or Path(config.tasks.dataset).exists()):
         paths["dataset"] = str(Path(config.tasks.dataset).absolute())
     tasks = config.tasks.model_copy(update={n: p.absolute() if isinstance(p, Path) else p for n, p in paths.items()})
-    update: dict[str, Any] = {"tasks": tasks, "run_dir": config.run_dir.absolute()}
+    slime = {name: getattr(config.slime, name) for name in ("checkout", "megatron", "converted")}
+    update: dict[str, Any] = {
+        "tasks": tasks,
+        "run_dir": config.run_dir.absolute(),
+        "slime": config.slime.model_copy(update={n: p.absolute() for n, p in slime.items() if p}),
+    }
+    if config.prime_rl.checkout:
+        update["prime_rl"] = config.prime_rl.model_copy(update={"checkout": config.prime_rl.checkout.absolute()})
     model_dir = Path(config.model.name)
     if model_dir.is_dir():
         update["model"] = config.model.model_copy(update={"name": str(model_dir.absolute())})
@@ -66,17 +75,19 @@ def anchored(config: RunConfig) -> RunConfig:
 
 def changed_keys(old: Config, new: Config) -> list[str]:
     """The dotted keys in which two settings differ."""
-    return [key for key in settings_by_key(type(old)) if _value_at(old, key) != _value_at(new, key)]
+    return [key for key in settings_by_key(type(old)) if value_at(old, key) != value_at(new, key)]
 
 
-def _value_at(config: Config, key: str) -> Any:
+def value_at(config: Config, key: str) -> Any:
+    """The value of a setting, by its dotted key."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)  # the key comes from the fields of this very class
     return value
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a file of settings says, before anything is checked."""
     hint = "`dockyard train RUN.toml` takes a TOML file; `dockyard train --resume RUN_DIR` continues a run"
     try:
         text = path.read_bytes().decode("utf-8-sig")

@@ -40,6 +40,17 @@ def apply_overrides(kind: type[Config], values: dict[str, Any], words: Sequence[
     return Applied(frozenset(keys), tuple(problems))
 
 
+def forget(values: dict[str, Any], key: str) -> None:
+    """Remove a setting from the values, in place, if it is there."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        if not isinstance(inner, dict):
+            return
+        values = cast(dict[str, Any], inner)
+    values.pop(leaf, None)
+
+
 def _pairs(words: Sequence[str]) -> list[tuple[str, str] | Problem]:
     pairs: list[tuple[str, str] | Problem] = []
     rest = list(words)

@@ -24,6 +24,11 @@ def to_toml(config: Config) -> str:
     return "\n".join(_lines(config, type(config)(), "")).lstrip("\n") + "\n"
 
 
+def toml_document(values: dict[str, Any]) -> str:
+    """Tables inside tables and lists of tables, each under a header of its own."""
+    return "\n".join(_table_lines(values, "")).lstrip("\n") + "\n"
+
+
 def settings_help(kind: type[Config], width: int = 100) -> str:
     """Every setting with its type, default, limits and meaning, grouped by section."""
     return "\n".join(_help_lines(kind, kind(), "", width))
@@ -66,6 +71,27 @@ def toml_value(value: Any) -> str:
 
 def _toml_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def _table_lines(values: dict[str, Any], path: str) -> Iterator[str]:
+    tables = {name: found for name, value in values.items() if (found := _as_tables(value))}
+    for name, value in values.items():
+        if name not in tables:
+            yield f"{_toml_key(name)} = {toml_value(value)}"
+    for name, found in tables.items():
+        key = f"{path}{_toml_key(name)}"
+        for table in found:
+            if isinstance(values[name], list):
+                yield f"\n[[{key}]]"
+            elif not table or not all(map(_as_tables, table.values())):
+                yield f"\n[{key}]"
+            yield from _table_lines(table, f"{key}.")
+
+
+def _as_tables(value: Any) -> list[dict[str, Any]]:
+    """The table, or the tables of a list; nothing for any other value."""
+    tables = cast(list[Any], value if isinstance(value, list) else [value])
+    return tables if all(isinstance(table, dict) for table in tables) else []
 
 
 def _lines(config: Config, default: Config, path: str) -> Iterator[str]:

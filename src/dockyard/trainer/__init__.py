@@ -15,7 +15,7 @@ from dockyard.run_dir import RunDir
 from dockyard.tasks.order import num_steps
 from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import StepRecord, train
-from dockyard.trainer.parts import Inputs, open_parts
+from dockyard.trainer.parts import Inputs, OpenLearner, open_parts
 from dockyard.trainer.progress import Progress
 from dockyard.trainer.recorded import load_groups
 from dockyard.trainer.report import draw_curve, report, summarise
@@ -26,31 +26,32 @@ logger = logging.getLogger(__name__)
 _TIMID_LR = 1e-5
 
 
-def run_training(config: RunConfig, *, run_dir: RunDir) -> None:
+def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner | None = None) -> None:
     """Train, evaluate before and after, and leave a summary. What can be known to fail fails before the first rollout.
 
-    A run folder with records in it is taken up where it was left.
+    A run folder with records in it is taken up where it was left. `elsewhere` opens a learner that is not in this
+    process.
     """
     start = time.monotonic()
-    inputs = _prepare(config, run_dir)
+    inputs = _prepare(config, run_dir, weights=elsewhere is None)
     config = run_dir.config = _with_steps(config, inputs)
     with open_trackers(config, run_dir) as trackers:
         with Progress(config.steps) as progress:
-            interrupt.run(_run(config, run_dir, inputs, progress, trackers))
+            interrupt.run(_run(config, run_dir, inputs, progress, trackers, elsewhere))
         summary = summarise(run_dir, wall_s=time.monotonic() - start)
         trackers.conclude(summary)
     draw_curve(summary, run_dir.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
 
-def _prepare(config: RunConfig, run: RunDir) -> Inputs:
+def _prepare(config: RunConfig, run: RunDir, *, weights: bool) -> Inputs:
     check_trackers(config.tracker)
     recorded = config.tasks.source == "recorded"
     if not recorded or config.tasks.heldout:
         check_run(config)
     if 0 < config.trainer.lr < _TIMID_LR:
         logger.warning("`trainer.lr` is %g: below %g a LoRA barely moves", config.trainer.lr, _TIMID_LR)
-    model_dir = find_model(config.model.name)
+    model_dir = find_model(config.model.name, weights=weights)
     renderer = Renderer.load(model_dir, config.model.name)
     return Inputs(
         tasks=task_sets(run),
@@ -69,8 +70,15 @@ def _with_steps(config: RunConfig, inputs: Inputs) -> RunConfig:
     return config.model_copy(update={"steps": steps})
 
 
-async def _run(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress, trackers: Trackers) -> None:
-    async with open_parts(config, run, inputs, progress) as parts:
+async def _run(
+    config: RunConfig,
+    run: RunDir,
+    inputs: Inputs,
+    progress: Progress,
+    trackers: Trackers,
+    elsewhere: OpenLearner | None,
+) -> None:
+    async with open_parts(config, run, inputs, progress, elsewhere) as parts:
         heldout = Heldout(
             tasks=inputs.tasks.heldout, attempts=parts.attempts, learner=parts.learner, run=run, config=config
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface
@@ -24,7 +25,7 @@ _RECTANGLE = 8192**2
 """Scores of a rectangle, likewise: its shapes hardly ever come twice."""
 
 
-def blocks_of(positions: IntArray, ends: IntArray) -> IntArray:
+def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
     """A row's blocks as `[query start, query stop, key start, key stop]`, each run's triangle before its rectangle."""
     goes_on = (positions[1:] == positions[:-1] + 1) & (ends[1:] == ends[:-1])
     starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1]).astype(np.int64)
@@ -145,7 +146,7 @@ class Cpu:
             *(_heads_first(grad_QHD), q, k, v, _heads_first(part.out_QHD), part.lse_HQ[None].contiguous(), 0.0, causal)
         )
         dq, dk, dv = map(_tokens_first, grads)
-        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
 
 
 def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
@@ -201,8 +202,8 @@ def row_attention_backward(
     table = _table(blocks)
     if len(table) == 1:
         kernel = _kernel(q_THD, len(q_THD), causal=True)
-        grads = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, Part(out_THD, lse_HT), True)
-        return tuple(grad.contiguous() for grad in grads)
+        dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, Part(out_THD, lse_HT), True)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
     for start, stop, first, last in table:
@@ -212,14 +213,16 @@ def row_attention_backward(
         grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
         for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
             total[slice(*rows)] += grad
-    return tuple(total.to(q_THD.dtype) for total in sums)
+    dq, dk, dv = (total.to(q_THD.dtype) for total in sums)
+    return dq, dk, dv
 
 
 @row_attention_backward.register_fake
 def _(
     grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, blocks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
+    return dq, dk, dv
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

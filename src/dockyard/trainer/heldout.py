@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dockyard.config import RunConfig
 from dockyard.rollout.pool import Order
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
-from dockyard.trainer.loop import PublishedPolicy, TaskRollouts
+from dockyard.trainer.loop import ServedLearner, TaskRollouts
 from dockyard.trainer.report import Score, score
 from dockyard.types import Task
 
@@ -21,7 +21,7 @@ class Heldout:
 
     tasks: list[Task]
     attempts: TaskRollouts | None
-    learner: PublishedPolicy
+    learner: ServedLearner
     run: RunDir
     config: RunConfig
 

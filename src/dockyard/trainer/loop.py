@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,13 +18,15 @@ from dockyard.config import GRPOConfig, RunConfig
 from dockyard.engine import Engine
 from dockyard.errors import DockyardError
 from dockyard.rollout.pool import Order, Pool, failure_counts
-from dockyard.rollout.statistics import gateway_metrics
+from dockyard.rollout.statistics import rollout_metrics
 from dockyard.run_dir import RunDir, step_phase
 from dockyard.tasks.order import due, spare
-from dockyard.trainer.policy import Policy
 from dockyard.trainer.progress import Progress
 from dockyard.trainer.signal import collect_signal, group_metrics
 from dockyard.types import Group, Rollout, Task
+
+if TYPE_CHECKING:  # it needs torch, which a loop whose policy is on another machine does not
+    from dockyard.trainer.policy import Policy
 
 
 class Rollouts(Protocol):
@@ -41,6 +42,19 @@ class Learner(Protocol):
     def version(self) -> int: ...
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]: ...
     async def publish(self) -> None: ...
+
+
+class ServedLearner(Learner, Protocol):
+    """A learner as a run has it: with what samples from it, and able to save itself."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """None where nothing takes new weights."""
+        ...
+
+    async def checkpoint(self) -> None:
+        """Save everything, if it is time."""
+        ...
 
 
 class Record(Protocol):
@@ -144,7 +158,7 @@ class _Collection:
 class PublishedPolicy:
     """A policy whose every version is served by an engine, if there is one that takes new weights."""
 
-    policy: Policy
+    policy: "Policy"
     engine: Engine | None
     run: RunDir
     config: RunConfig
@@ -169,7 +183,7 @@ class PublishedPolicy:
 
     async def checkpoint(self) -> None:
         """Save everything, if it is time."""
-        if self.version % self.config.trainer.save_every == 0 or self.version == self.config.steps:
+        if is_saved(self.config, self.version):
             await self._in_thread(self._save)
 
     async def _in_thread[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -182,6 +196,11 @@ class PublishedPolicy:
         self.run.checkpoints.keep_last(self.config.trainer.keep_last)
 
 
+def is_saved(config: RunConfig, version: int) -> bool:
+    """Whether a run keeps everything of this version."""
+    return version % config.trainer.save_every == 0 or version == config.steps
+
+
 @dataclass(slots=True)
 class StepRecord:
     """Writes a step's numbers to the run, the progress display and trackers, then lets the learner save itself.
@@ -191,7 +210,7 @@ class StepRecord:
 
     run: RunDir
     progress: Progress
-    learner: PublishedPolicy
+    learner: ServedLearner
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
     """The numbers of a held-out evaluation of this version; none if none is due."""
     track: Callable[[int, Mapping[str, float]], None]
@@ -242,17 +261,3 @@ def staleness(rollouts: list[Rollout], version: int) -> float:
     segments = [segment for rollout in rollouts for segment in rollout.segments if segment.versions is not None]
     ages = [version - segment.versions[segment.sampled] for segment in segments if segment.versions is not None]
     return float(np.concatenate(ages).mean()) if ages and sum(map(len, ages)) else 0.0
-
-
-def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """A step's rollouts in numbers."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    return {
-        "reward/mean": fmean(rewards) if rewards else float("nan"),
-        "rollout/count": float(len(rollouts)),
-        "rollout/lost": float(len(rollouts) - len(rewards)),
-        "rollout/segments": fmean(len(rollout.segments) for rollout in rollouts),
-        "rollout/sampled_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
-        **gateway_metrics(rollouts),
-        **{f"failure/{cause}": float(count) for cause, count in failure_counts(rollouts).items()},
-    }

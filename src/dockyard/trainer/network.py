@@ -47,7 +47,8 @@ class Lora(lora.Linear):
         if self.disable_adapters or self.merged:
             return out
         for name in self.active_adapters:
-            down, up = (matrices[name].weight.to(x.dtype) for matrices in (self.lora_A, self.lora_B))
+            matrices: tuple[Any, Any] = self.lora_A[name], self.lora_B[name]
+            down, up = (matrix.weight.to(x.dtype) for matrix in matrices)
             out = out + linear(linear(x, down), up) * self.scaling[name]
         return out
 
@@ -177,7 +178,8 @@ class _Head(torch.autograd.Function):
         return logprobs_N, entropy_N, likeliest_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad_N = grads[0]
         hidden_ND, weight_VD, targets_N, lse_N = ctx.saved_tensors
         columns = zip(*(x.split(_CHUNK) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
         grad_hidden_ND = torch.empty_like(hidden_ND)

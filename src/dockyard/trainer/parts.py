@@ -1,9 +1,11 @@
-"""The parts of a training run, opened and closed together: engine, gateway, policy, where rollouts come from."""
+"""The parts of a training run, opened and closed together: engine, gateway, policy, where rollouts come from.
 
-import asyncio
+The policy is in this process, or elsewhere: then nothing here needs torch.
+"""
+
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +17,18 @@ from dockyard.engine.checks import Wanted
 from dockyard.engine.connect import connect
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.remote import RemoteEngine
-from dockyard.engine.transformers import TransformersEngine
-from dockyard.engine.weights import load_model
 from dockyard.gateway.render import Renderer
 from dockyard.run_dir import RunDir
-from dockyard.trainer.loop import PublishedPolicy, Rollouts, TaskRollouts
-from dockyard.trainer.off_policy import measure
-from dockyard.trainer.policy import Policy
+from dockyard.trainer.loop import Rollouts, ServedLearner, TaskRollouts
 from dockyard.trainer.progress import Progress
 from dockyard.trainer.recorded import RecordedRollouts, TextRollouts
 from dockyard.types import Group
 
 logger = logging.getLogger(__name__)
+
+
+type OpenLearner = Callable[[RunDir], AbstractAsyncContextManager[ServedLearner]]
+"""Opens a learner with an engine of its own, for the run in this folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Parts:
     """A run at work."""
 
     rollouts: Rollouts
-    learner: PublishedPolicy
+    learner: ServedLearner
     attempts: TaskRollouts | None
     """Makes held-out rollouts; None where nothing makes any."""
     foreign: str | None
@@ -53,26 +55,39 @@ class Parts:
 
 
 @asynccontextmanager
-async def open_parts(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> AsyncGenerator[Parts]:
+async def open_parts(
+    config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress, elsewhere: OpenLearner | None = None
+) -> AsyncGenerator[Parts]:
     """All of them, ended with the block. Only what makes rollouts needs an engine."""
     attempting = not inputs.recorded or bool(inputs.tasks.heldout)
     async with AsyncExitStack() as stack:
-        server = await open_server(config, inputs.model_dir) if attempting else None
+        server = await open_server(config, inputs.model_dir) if attempting and not elsewhere else None
         if server:
             stack.push_async_callback(server.close)
-        policy = await _load_policy(config, run, inputs, progress)
-        embedded = TransformersEngine(policy.serving_model(), config.engine) if attempting and not server else None
-        if embedded:
-            stack.push_async_callback(embedded.close)
-        source = server or embedded
+        opening = elsewhere(run) if elsewhere else _open_here(config, run, inputs, progress, server, attempting)
+        learner = await stack.enter_async_context(opening)
+        source = (server or learner.engine) if attempting else None
         attempts = await stack.enter_async_context(_attempts(config, run, source, inputs, progress)) if source else None
-        engine = None if isinstance(source, TextEndpoint) else source
         yield Parts(
             rollouts=_rollouts(run, inputs, attempts, server, progress),
-            learner=PublishedPolicy(policy=policy, engine=engine, run=run, config=config),
+            learner=learner,
             attempts=attempts,
             foreign=_foreign(config, inputs, server),
         )
+
+
+def _open_here(
+    config: RunConfig,
+    run: RunDir,
+    inputs: Inputs,
+    progress: Progress,
+    server: RemoteEngine | TextEndpoint | None,
+    attempting: bool,
+) -> AbstractAsyncContextManager[ServedLearner]:
+    from dockyard.trainer.embedded import Served, open_learner
+
+    served = Served.NOT if not attempting or isinstance(server, TextEndpoint) else server or Served.HERE
+    return open_learner(config, run, inputs.model_dir, progress.say, served=served, recorded=inputs.recorded)
 
 
 @asynccontextmanager
@@ -123,24 +138,3 @@ async def open_server(config: RunConfig, model_dir: Path) -> RemoteEngine | Text
         logger.info("%s tells token ids: it is trained with as a vLLM server", config.engine.url)
         return await connect(config.engine.model_copy(update={"type": "vllm"}), wanted)
     return server
-
-
-async def _load_policy(config: RunConfig, run: RunDir, inputs: Inputs, progress: Progress) -> Policy:
-    progress.say(f"loading {config.model.name}")
-    base = await asyncio.to_thread(load_model, inputs.model_dir, config.model)
-    policy = Policy(
-        base,
-        config.trainer,
-        config.grpo,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        anchored=bool(inputs.recorded),
-    )
-    if checkpoint := run.latest_checkpoint():
-        policy.restore(checkpoint.path)
-        progress.say(f"resuming after step {policy.version}")
-    elif inputs.recorded:
-        found = await asyncio.to_thread(measure, policy, inputs.recorded, config.trainer.micro_batch_tokens)
-        if found:
-            logger.warning(found.warning(config.steps))
-    return policy

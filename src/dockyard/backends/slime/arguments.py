@@ -1,0 +1,245 @@
+"""The arguments SLiME is started with. It takes unknown ones in silence, so a test compares all with those it has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dockyard.backends.slime.fates import setting_of
+from dockyard.backends.slime.layout import Layout
+from dockyard.backends.slime.models import Arguments
+from dockyard.config import RunConfig, TrainerConfig
+from dockyard.errors import UsageError
+
+MODEL, REFERENCE = "$MODEL", "$REFERENCE"
+"""What the script finds out: the model's folder, and the weights that the policy begins with and is held to."""
+_HOOKS = "dockyard.backends.slime.hooks"
+_WITHOUT_EFFECT = {
+    "--kl-coef": "GRPO reads its shape only; `grpo.kl_coef` is the KL penalty",
+    "--use-tis": "the ratio is taken to the recorded probabilities already",
+    "--rm-type": "rewards are the tasks' own verifiers'",
+    "--custom-rm-path": "rewards are the tasks' own verifiers'",
+    "--prompt-data": "`tasks` says what is trained on",
+    "--num-epoch": "`tasks.passes` counts passes",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where SLiME finds and leaves things."""
+
+    folder: Path
+    """Of the backend, in the run's folder."""
+    task_list: Path
+
+    @property
+    def checkpoints(self) -> str:
+        return str(self.folder / "checkpoints")
+
+    @property
+    def samples(self) -> str:
+        """Of a step, as SLiME fills it in."""
+        return str(self.folder / "samples" / "{rollout_id}.pt")
+
+
+def arguments(config: RunConfig, layout: Layout, places: Places) -> Arguments:
+    """All but the model's shape. No group repeats an option of another."""
+    recorded = config.tasks.source == "recorded"
+    groups = (
+        _gpus(layout),
+        _checkpoints(config, places),
+        _hooks(config, places),
+        _batches(config),
+        {"--load-debug-rollout-data": str(config.tasks.dataset)} if recorded else _engines(config),
+        _evaluation(config, places) if is_evaluated(config) else {},
+        _loss(config),
+        _optimizer(config.trainer, layout),
+        _lora(config, layout) if config.slime.flavour == "miles" else {},
+        _memory(config),
+    )
+    ours: Arguments = {}
+    for group in groups:
+        assert not ours.keys() & group.keys()
+        ours |= group
+    return ours
+
+
+def _gpus(layout: Layout) -> Arguments:
+    apart: Arguments = {"--colocate": None} if layout.colocated else {"--rollout-num-gpus": str(layout.engines)}
+    return {
+        "--actor-num-nodes": str(layout.train_nodes),
+        "--actor-num-gpus-per-node": str(layout.train // layout.train_nodes),
+        "--num-gpus-per-node": str(layout.per_node),
+        **apart,
+        "--rollout-num-gpus-per-engine": str(layout.per_engine),
+        "--tensor-model-parallel-size": str(layout.tensor),
+        **({"--sequence-parallel": None} if layout.tensor > 1 else {}),
+        "--context-parallel-size": str(layout.context),
+        "--pipeline-model-parallel-size": str(layout.pipeline),
+        "--expert-model-parallel-size": str(layout.expert),
+        "--expert-tensor-parallel-size": "1",
+    }
+
+
+def _checkpoints(config: RunConfig, places: Places) -> Arguments:
+    """A run that has no checkpoint yet begins with the reference's weights."""
+    return {
+        "--hf-checkpoint": MODEL,
+        "--ref-load": REFERENCE,
+        "--load": places.checkpoints,
+        "--save": places.checkpoints,
+        "--save-interval": str(config.trainer.save_every),
+        "--seed": str(config.seed),
+        "--rollout-seed": str(config.seed),
+    }
+
+
+def _hooks(config: RunConfig, places: Places) -> Arguments:
+    """Dynamic sampling is SLiME's own loop, which calls us for each rollout; else we make a step's rollouts at once."""
+    mode = "generate_rollout_async" if config.rollout.max_staleness else "generate_rollout"
+    dynamic: Arguments = {
+        "--custom-generate-function-path": f"{_HOOKS}.generate",
+        "--dynamic-sampling-filter-path": f"{_HOOKS}.keep_informative",
+        "--rollout-sample-filter-path": f"{_HOOKS}.even_out",
+        "--over-sampling-batch-size": str(2 * config.grpo.tasks_per_step),  # without others to take, none is dropped
+    }
+    return {
+        "--custom-config-path": str(places.folder / "dockyard.yaml"),
+        "--data-source-path": f"{_HOOKS}.TaskSource",
+        **(dynamic if config.slime.dynamic_sampling else {"--rollout-function-path": f"{_HOOKS}.{mode}"}),
+        "--eval-function-path": f"{_HOOKS}.generate_rollout",
+        "--custom-reward-post-process-path": f"{_HOOKS}.reward_post_process",
+        **({"--save-debug-rollout-data": places.samples} if config.slime.save_rollouts else {}),
+    }
+
+
+def _batches(config: RunConfig) -> Arguments:
+    return {
+        "--num-rollout": str(config.steps),
+        "--rollout-batch-size": str(config.grpo.tasks_per_step),
+        "--n-samples-per-prompt": str(config.grpo.group_size),
+        "--global-batch-size": str(config.grpo.tasks_per_step * config.grpo.group_size),
+        "--num-steps-per-rollout": "1",
+        "--balance-data": None,
+        "--rollout-temperature": str(config.sampling.temperature),
+    }
+
+
+def _engines(config: RunConfig) -> Arguments:
+    """Sampling stays undistorted: the loss takes probabilities under the temperature alone."""
+    context = str(config.engine.context_length)
+    router = "--sglang-router-policy" if config.slime.flavour == "miles" else "--router-policy"
+    return {
+        "--rollout-top-p": "1",
+        "--rollout-top-k": "-1",
+        "--rollout-max-response-len": str(config.sampling.max_new_tokens),
+        "--rollout-max-context-len": context,
+        "--sglang-context-length": context,
+        router: "consistent_hashing",
+        "--sglang-mem-fraction-static": "0.7",
+    }
+
+
+def is_evaluated(config: RunConfig) -> bool:
+    """Whether tasks are held out, and there are engines to attempt them."""
+    tasks = config.tasks
+    return tasks.source == "demo" or (tasks.source != "recorded" and bool(tasks.heldout or tasks.heldout_share))
+
+
+def _evaluation(config: RunConfig, places: Places) -> Arguments:
+    """Before the first step and after the last, as `dockyard train` has it."""
+    return {
+        "--eval-interval": str(config.eval.every or max(config.steps, 1)),
+        "--eval-prompt-data": ("heldout", str(places.task_list)),
+        "--n-samples-per-eval-prompt": str(config.eval.samples),
+        "--eval-temperature": str(config.sampling.eval_temperature),
+    }
+
+
+def _loss(config: RunConfig) -> Arguments:
+    """The KL term is in the loss: under GRPO SLiME reads `--kl-coef` for its shape only.
+
+    Without recorded probabilities, which files may lack, the ratio is 1: each step is made of one batch.
+    """
+    recorded: Arguments = {"--use-rollout-logprobs": None}
+    kl: Arguments = {
+        "--use-kl-loss": None,
+        "--kl-loss-coef": str(config.grpo.kl_coef),
+        "--kl-loss-type": config.grpo.kl_type,
+    }
+    return {
+        "--advantage-estimator": "grpo",
+        "--eps-clip": str(config.grpo.clip_low),
+        "--eps-clip-high": str(config.grpo.clip_high),
+        **({} if config.tasks.source == "recorded" else recorded),
+        "--entropy-coef": "0",
+        **(kl if config.grpo.kl_coef else {}),
+    }
+
+
+def _optimizer(trainer: TrainerConfig, layout: Layout) -> Arguments:
+    """Megatron's warm-up begins at its initial rate; ours at the first step of the rise."""
+    rise: Arguments = {
+        "--lr-warmup-iters": str(trainer.warmup_steps),
+        "--lr-warmup-init": str(trainer.lr / (trainer.warmup_steps + 1)),
+    }
+    offload: Arguments = {
+        "--optimizer-cpu-offload": None,
+        "--overlap-cpu-optimizer-d2h-h2d": None,
+        "--use-precision-aware-optimizer": None,
+    }
+    return {
+        "--optimizer": "adam",
+        "--lr": str(trainer.lr),
+        "--lr-decay-style": trainer.schedule,
+        **(rise if trainer.warmup_steps else {}),
+        "--override-opt-param-scheduler": None,  # a resumed run may have more steps
+        "--weight-decay": str(trainer.weight_decay),
+        "--adam-beta1": "0.9",
+        "--adam-beta2": str(trainer.adam_beta2),
+        "--adam-eps": "1e-08",
+        "--clip-grad": str(trainer.max_grad_norm),
+        **(offload if layout.offload else {}),
+    }
+
+
+def _lora(config: RunConfig, layout: Layout) -> Arguments:
+    return {
+        "--lora-rank": str(config.trainer.lora_r),
+        "--lora-alpha": str(config.trainer.lora_alpha),
+        "--lora-dropout": "0.0",
+        "--target-modules": "all-linear",
+        "--megatron-to-hf-mode": "bridge",
+        **({"--lora-base-cpu-backup": None} if layout.colocated else {}),
+        **({"--sglang-lora-backend": "triton"} if layout.expert > 1 else {}),
+    }
+
+
+def _memory(config: RunConfig) -> Arguments:
+    return {
+        "--use-dynamic-batch-size": None,
+        "--max-tokens-per-gpu": str(config.trainer.micro_batch_tokens),
+        "--log-probs-chunk-size": "1024",
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": "1",
+        "--attention-dropout": "0.0",
+        "--hidden-dropout": "0.0",
+        "--accumulate-allreduce-grads-in-fp32": None,
+        "--attention-softmax-in-fp32": None,
+        "--attention-backend": "flash",
+    }
+
+
+def check_more(more: tuple[str, ...], ours: Arguments) -> None:
+    """Arguments by hand must not change what the run file says, nor do nothing."""
+    for option in (word.partition("=")[0] for word in more if word.startswith("--")):
+        setting = setting_of(option)
+        taken = next((own for own in ours if own.startswith(option)), None)
+        if setting:
+            raise UsageError(
+                f"`slime.args` has `{option}`, which is the run's `{setting}`", hint=f"`--{setting} VALUE`"
+            )
+        if taken:
+            hint = "leave it out; the sections `slime` and `trainer` have what can be chosen"
+            raise UsageError(f"`slime.args` has `{option}`, but the launcher sets `{taken}`", hint=hint)
+        if why := _WITHOUT_EFFECT.get(option):
+            raise UsageError(f"`slime.args` has `{option}`, which does nothing here", hint=why)

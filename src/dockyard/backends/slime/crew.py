@@ -1,0 +1,174 @@
+"""Makes a run's rollouts for SLiME: the gateway, the pool and all trials, in an event loop of their own thread.
+
+SLiME calls a hook and waits for it to return. What was begun early goes on in between.
+"""
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from dockyard.backends.slime.post import Post
+from dockyard.backends.slime.router import open_router
+from dockyard.backends.task_list import read_task_list
+from dockyard.collect import open_pool
+from dockyard.collect.quiet import hush
+from dockyard.engine.model_dir import find_model
+from dockyard.errors import DockyardError
+from dockyard.gateway.render import Renderer
+from dockyard.rollout.pool import Order, Pool, rollout_seed
+from dockyard.rollout.trial import Attempt
+from dockyard.run_dir import EVAL, ROLLOUTS, RunDir, eval_phase, step_phase
+from dockyard.tasks.order import due
+from dockyard.types import Group, Rollout, Task
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 60.0
+
+
+class Crew:
+    """At work from the first call until `close`."""
+
+    def __init__(self, post: Post) -> None:
+        hush()
+        self._post = post
+        self.run = RunDir.join(post.run)
+        self.config = self.run.config
+        self.renderer = Renderer.load(find_model(post.model, weights=False), self.config.model.name)
+        self._tasks = read_task_list(post.run)
+        self._begun: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
+        self._working: set[asyncio.Task[Any]] = set()
+        self._is_training = False
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._opened: Future[Pool] = Future()
+        # A daemon: a process that ends without `close` must not wait for rollouts that nobody wants.
+        self._thread = threading.Thread(target=self._work, name="dockyard-crew", daemon=True)
+        self._thread.start()
+        self._pool = self._opened.result()
+        atexit.register(self.close)
+
+    def collect(self, step: int, *, ahead: int = 0) -> tuple[Group, ...]:
+        """The groups of a step. Those of so many steps after it are begun as well."""
+        return self._submit(self._collect(step, ahead)).result()
+
+    def evaluate(self, rollout_id: int) -> tuple[Group, ...]:
+        """The held-out tasks. SLiME gives the evaluations before and after the first step the same number."""
+        num_updates = rollout_id + 1 if self._is_training else rollout_id
+        return self._submit(self._pool.collect(self._eval_order(num_updates), _unseen)).result()
+
+    async def attempt(self, task: str, group: int, index: int, *, evaluation: bool) -> Rollout:
+        """One rollout, from any event loop. Cancelling this cancels it."""
+        return await asyncio.wrap_future(self._submit(self._attempt(task, group, index, evaluation)))
+
+    def close(self) -> None:
+        """Cancel what is under way, and wait until its environments are gone."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:  # whoever waits for the start hears of it there
+            if self._opened.done():
+                logger.exception("rollouts for SLiME ended")
+            else:
+                self._opened.set_exception(error)
+        finally:  # as the process ends, no thread can be started any more: so not by `asyncio.run`
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        async with (
+            open_router(self._post) as engine,
+            open_pool(self.config, self.run, engine, self.renderer) as pool,
+        ):
+            self._opened.set_result(pool)
+            await self._stop.wait()
+            for task in self._working:
+                task.cancel()
+            await asyncio.gather(*self._working, return_exceptions=True)
+
+    def _submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        async def working() -> T:
+            return await self._begin(work)
+
+        return asyncio.run_coroutine_threadsafe(working(), self._loop)
+
+    def _begin[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
+
+    async def _collect(self, step: int, ahead: int) -> tuple[Group, ...]:
+        self._is_training = True
+        for early in [step, *range(step + 1, min(step + ahead + 1, self._post.num_steps))]:
+            if early not in self._begun:
+                self._begun[early] = self._begin(self._pool.collect(self._order(early), _unseen))
+        return await self._begun.pop(step)
+
+    async def _attempt(self, task: str, group: int, index: int, evaluation: bool) -> Rollout:
+        self._is_training = self._is_training or not evaluation
+        sampling, phase = self.config.sampling, EVAL if evaluation else ROLLOUTS
+        attempt = Attempt(
+            name=f"{phase}-{group:03}-{index:02}",
+            task=self._named(task),
+            group=group,
+            index=index,
+            seed=rollout_seed(self.config.seed, phase, group, index),
+            temperature=sampling.eval_temperature if evaluation else sampling.temperature,
+        )
+        rollout = await self._pool.make(attempt)
+        transcript = self.renderer.transcript(rollout)
+        await asyncio.to_thread(self.run.write_rollout, phase, rollout, group=group, transcript=transcript)
+        return rollout
+
+    def _order(self, step: int) -> Order:
+        config = self.config
+        tasks = due(
+            self._tasks.train,
+            step,
+            config.grpo.tasks_per_step,
+            config.seed,
+            kind_of=lambda task: task.kind,
+            by_pass=config.counts_passes,
+        )
+        return Order(
+            phase=step_phase(step),
+            tasks=tasks,
+            group_size=config.grpo.group_size,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+            stream=step_phase(step),
+        )
+
+    def _eval_order(self, num_updates: int) -> Order:
+        if not self._tasks.heldout:
+            hint = "`--tasks.heldout DIR` names some; without `--eval-interval` SLiME evaluates nothing"
+            raise DockyardError("the run has no held-out tasks to evaluate", hint=hint)
+        return Order(
+            phase=eval_phase(num_updates),
+            tasks=self._tasks.heldout,
+            group_size=self.config.eval.samples,
+            temperature=self.config.sampling.eval_temperature,
+            seed=self.config.seed,
+            stream=eval_phase(num_updates),
+            retry_lost=True,
+        )
+
+    def _named(self, name: str) -> Task:
+        tasks = [*self._tasks.train, *self._tasks.heldout]
+        found = next((task for task in tasks if task.name == name), None)
+        if found is None:
+            hint = "`--data-source-path dockyard.backends.slime.hooks.TaskSource` gives out the run's own"
+            raise DockyardError(f"the run has no task `{name}`", hint=hint)
+        return found
+
+
+def _unseen(_: Rollout) -> None:
+    """SLiME has its own display of progress."""

@@ -1,0 +1,84 @@
+"""SLiME's data source: the run's training tasks in the run's order, without end, with their place kept for a resume."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dockyard.backends.slime.classes import Entry, SlimeSample, new_sample
+from dockyard.backends.slime.post import run_config, run_folder
+from dockyard.backends.slime.samples import flat
+from dockyard.backends.task_list import read_task_list
+from dockyard.errors import DockyardError
+from dockyard.run_dir.durable import write_atomically
+from dockyard.tasks.order import due
+
+
+class TaskSource:
+    """Gives `--data-source-path` its groups. The task of a group follows from the group's number alone."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._config = run_config(args)
+        self._tasks = read_task_list(run_folder(args)).train
+        self._next = 0
+        self._returned: list[int] = []
+        """Groups that were given back, which come first."""
+        self._before = self._place()
+        """Where the last step began."""
+
+    def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
+        """So many groups, of samples that are yet to be made. SLiME's loop asks once for each step."""
+        self._before = self._place()
+        again, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+        first, self._next = self._next, self._next + num_samples - len(again)
+        return [self._group(number) for number in [*again, *range(first, self._next)]]
+
+    def add_samples(self, samples: Sequence[Sequence[Entry]]) -> None:
+        """Take back groups that were not used. They begin anew when they come again."""
+        self._returned += [group[0].group_index or 0 for group in map(flat, samples)]
+
+    def save(self, rollout_id: int) -> None:
+        """Keep the place that a run resumed after this step takes up: `train_async.py` has begun the next already."""
+        begun = self._config.rollout.max_staleness > 0 and rollout_id + 1 < self._args.num_rollout
+        file = _place_file(self._args.save, rollout_id)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(self._before if begun else self._place()).encode())
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Take up the place after this step; nothing to do before the first."""
+        if rollout_id is None or rollout_id < 0:
+            return
+        file = _place_file(self._args.load, rollout_id)
+        try:
+            place = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            hint = "resume from a checkpoint of `dockyard backend slime`; without this file the tasks would begin anew"
+            raise DockyardError(f"`{file}` does not exist", hint=hint) from None
+        self._next, self._returned = place["next"], place["returned"]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _place(self) -> dict[str, Any]:
+        return {"next": self._next, "returned": [*self._returned]}
+
+    def _group(self, number: int) -> list[SlimeSample]:
+        size = self._config.grpo.group_size
+        [task] = due(self._tasks, number, 1, self._config.seed, kind_of=lambda task: task.kind)
+        rows = (
+            {
+                "group_index": number,
+                "index": number * size + attempt,
+                "prompt": task.name,
+                "label": task.name,
+                "status": "pending",
+                "metadata": {"task": task.name, "attempt": attempt},
+            }
+            for attempt in range(size)
+        )
+        return [new_sample(row) for row in rows]
+
+
+def _place_file(folder: str, rollout_id: int) -> Path:
+    return Path(folder, "rollout", f"dockyard_tasks_{rollout_id}.json")

@@ -1,0 +1,42 @@
+"""Runs a command, with all it starts, for as long as somebody holds this process's stdin open.
+
+`python warden.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command is asked to
+stop, and killed after so many seconds. Imports nothing of ours: its Python path is the command's.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main(patience_s: float, command: list[str]) -> int:
+    """The command's exit code; of one ended by a signal as a shell has it."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=_end_with_stdin, args=(child, patience_s), daemon=True).start()
+    code = child.wait()
+    _signal(child.pid, signal.SIGKILL)  # what it left running
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_stdin(child: subprocess.Popen[bytes], patience_s: float) -> None:
+    while os.read(0, 4096):
+        pass
+    _signal(child.pid, signal.SIGTERM)
+    try:
+        child.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        _signal(child.pid, signal.SIGKILL)
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_DFL)  # who started us may ignore them, and the command would inherit that
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,272 @@
+"""An engine on another machine, over HTTP that may drop and behind a server that may start anew.
+
+Every call has an id: the server begins it once and tells its answer as often as it is asked. A server that has started
+anew is brought up to date before it gets another call.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+from uuid import uuid4
+
+import aiohttp
+import numpy as np
+
+from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.errors import EngineError
+from dockyard.types import Finish
+
+logger = logging.getLogger(__name__)
+
+BOOT_HEADER = "X-Dockyard-Boot"
+"""Names the start of the server that a call is meant for."""
+PENDING, FAILED, OTHER_BOOT = 202, 422, 410
+_CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
+_MOST_BOOTS = 5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
+
+type Json = dict[str, Any]
+type Call = Callable[[str, Json], Awaitable[Json]]
+"""A kind of call and its body; returns the answer."""
+type Find = Callable[[], Awaitable[str | None]]
+"""Where the server is now; None while it is nowhere. Raises DockyardError if it will not come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    url: str
+    boot: str
+
+
+class _LostError(Exception):
+    """No answer, or one of another server: to be asked again."""
+
+
+class Relay:
+    """Calls to one server, wherever it is just now. To be made inside an event loop."""
+
+    def __init__(
+        self, find: Find, token: str, *, patience_s: float, on_boot: Callable[[Call], Awaitable[None]]
+    ) -> None:
+        """`on_boot` brings a server up to date that has just started; `patience_s` is how long it may be away."""
+        self._find = find
+        self._patience_s = patience_s
+        self._on_boot = on_boot
+        self._link: _Link | None = None
+        self._boot: str | None = None
+        self._tried: set[str] = set()
+        self._connecting = asyncio.Lock()
+        self._heard = time.monotonic()
+        self._failing_since: float | None = None
+        self._down_s = 0.0
+        self._cancels: set[asyncio.Task[None]] = set()
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=_CALL_TIMEOUT,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+        )
+
+    @property
+    def down_s(self) -> float:
+        """For how many seconds in all it has been out of reach."""
+        return self._down_s + (time.monotonic() - self._failing_since if self._failing_since is not None else 0.0)
+
+    async def call(self, kind: str, body: Json) -> Json:
+        """The answer, however often the connection drops and the server starts anew."""
+        name = uuid4().hex
+        while True:
+            link = await self._connected()
+            try:
+                return await self._ask(link, name, kind, body)
+            except _LostError as error:
+                self._lose(link, str(error))
+            except asyncio.CancelledError:
+                self._cancel(link, name)
+                raise
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._cancels)
+        await self._session.close()
+
+    async def _connected(self) -> _Link:
+        async with self._connecting:
+            if self._link is None:
+                self._link = await self._connect()
+            return self._link
+
+    async def _connect(self) -> _Link:
+        self._heard = time.monotonic()
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                if url := await self._find():
+                    return await self._greet(url.rstrip("/"))
+                failure = "it has no address yet"
+            except _LostError as error:
+                failure = str(error)
+            if time.monotonic() + pause > self._heard + self._patience_s:
+                raise EngineError(f"the policy is out of reach: {failure}", hint="look at its log, then `--resume`")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _greet(self, url: str) -> _Link:
+        status, answer = await self._send("GET", _Link(url, ""), "/boot")
+        if status != 200:
+            raise _LostError(f"HTTP {status}")
+        link = _Link(url, str(answer["boot"]))
+        if link.boot != self._boot:
+            await self._bring_up(link)
+        if self._failing_since is not None:
+            logger.warning("the policy answers again")
+            self._down_s, self._failing_since = self.down_s, None
+        return link
+
+    async def _bring_up(self, link: _Link) -> None:
+        async def call(kind: str, body: Json) -> Json:
+            answer = await self._ask(link, uuid4().hex, kind, body)
+            self._heard = time.monotonic()
+            return answer
+
+        self._tried.add(link.boot)
+        if len(self._tried) > _MOST_BOOTS:
+            message = f"the policy started {_MOST_BOOTS} times and was gone each time before it was up to date"
+            raise EngineError(message, hint="look at its log: its machine may have too little memory")
+        await self._on_boot(call)
+        self._boot = link.boot
+        self._tried.clear()
+
+    def _lose(self, link: _Link, failure: str) -> None:
+        """Say it once, however many calls wait."""
+        if self._link is not link:
+            return
+        self._link = None
+        if self._failing_since is None:
+            logger.warning("the policy does not answer, asking again for %g s: %s", self._patience_s, failure)
+            self._failing_since = time.monotonic()
+
+    async def _ask(self, link: _Link, name: str, kind: str, body: Json) -> Json:
+        status, answer = await self._send("POST", link, f"/calls/{name}", {"kind": kind, "body": body})
+        while status == PENDING:
+            status, answer = await self._send("GET", link, f"/calls/{name}")
+        if status == FAILED:
+            raise EngineError(str(answer["message"]), hint=str(answer["hint"]))
+        if status == 401:
+            raise EngineError(f"`{link.url}` does not know our token", hint="another run's policy is there: start anew")
+        if status != 200:  # a tunnel says in many ways that there is nobody behind it
+            raise _LostError(f"HTTP {status}")
+        return answer
+
+    async def _send(self, method: str, link: _Link, path: str, body: Json | None = None) -> tuple[int, Json]:
+        headers = {BOOT_HEADER: link.boot} if link.boot else {}
+        try:
+            async with self._session.request(method, link.url + path, json=body, headers=headers) as response:
+                text = await response.text(errors="replace")
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            raise _LostError(str(error) or type(error).__name__) from error
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # a page of somebody in between
+            return (response.status if response.status != 200 else 502), {}
+        return response.status, cast(Json, answer)
+
+    def _cancel(self, link: _Link, name: str) -> None:
+        async def tell() -> None:
+            try:
+                await self._send("DELETE", link, f"/calls/{name}")
+            except _LostError as error:  # then it is not sampled any more either, or to its end in vain
+                logger.debug("call %s could not be cancelled: %s", name, error)
+
+        task = asyncio.create_task(tell())
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+
+
+class RelayEngine:
+    """Implements `Engine` over a relay. The server serves what it has learnt by itself: no weights are sent."""
+
+    def __init__(self, relay: Relay, *, context_length: int, version: int) -> None:
+        self._relay = relay
+        self._context_length = context_length
+        self._version = version
+
+    @classmethod
+    async def open(cls, relay: Relay) -> Self:
+        answer = await relay.call("describe", {})
+        return cls(relay, context_length=answer["context_length"], version=answer["version"])
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def down_s(self) -> float:
+        return self._relay.down_s
+
+    async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
+        return read_generation(await self._relay.call("generate", write_request(request)))
+
+    async def publish(self, adapter_dir: Path, version: int) -> None:
+        """The server has it already."""
+        self._version = version
+
+    async def close(self) -> None:
+        await self._relay.close()
+
+
+def write_request(request: GenerateRequest) -> Json:
+    """As it goes over the wire."""
+    return {
+        "prompt_ids": request.prompt_ids.tolist(),
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "stop_ids": sorted(request.stop_ids),
+        "seed": request.seed,
+        "version": request.version,
+    }
+
+
+def read_request(body: Json) -> GenerateRequest:
+    """What `write_request` wrote."""
+    return GenerateRequest(
+        prompt_ids=np.array(body["prompt_ids"], np.int32),
+        max_new_tokens=body["max_new_tokens"],
+        temperature=body["temperature"],
+        stop_ids=frozenset(body["stop_ids"]),
+        seed=body["seed"],
+        version=body["version"],
+    )
+
+
+def write_generation(found: Generation | ContextOverflow) -> Json:
+    """As it goes over the wire. Logprobs return to the bit."""
+    if isinstance(found, ContextOverflow):
+        return {"prompt_tokens": found.prompt_tokens, "context_length": found.context_length}
+    return {
+        "token_ids": found.token_ids.tolist(),
+        "logprobs": found.logprobs.tolist(),
+        "versions": found.versions.tolist(),
+        "finish": found.finish.value,
+    }
+
+
+def read_generation(body: Json) -> Generation | ContextOverflow:
+    """What `write_generation` wrote."""
+    if "prompt_tokens" in body:
+        return ContextOverflow(prompt_tokens=body["prompt_tokens"], context_length=body["context_length"])
+    return Generation(
+        token_ids=np.array(body["token_ids"], np.int32),
+        logprobs=np.array(body["logprobs"], np.float32),
+        versions=np.array(body["versions"], np.int32),
+        finish=Finish(body["finish"]),
+    )
