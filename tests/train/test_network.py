@@ -1,0 +1,125 @@
+"""What the model says of a row's tokens: in chunks as in one piece; and how much of a pass is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from packed_rows import random_row
+from tiny_policy import tiny_model_dir
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dockyard.config import TrainerConfig
+from dockyard.errors import DockyardError
+from dockyard.trainer import network
+from dockyard.trainer.layers import Keep, plan
+from dockyard.trainer.network import Network
+
+TRAINER = TrainerConfig(lora_r=4)
+
+
+def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return network._Head.apply(hidden_ND, weight_VD, targets_N, 0.7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_logprobs_in_chunks_and_their_gradients_are_those_of_all_logits_at_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float
+):
+    monkeypatch.setattr(network, "_CHUNK", 7)  # of 30 tokens: the last chunk is short
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, 16, dtype=dtype, requires_grad=True) for size in (30, 50)]
+    targets_N = torch.randint(0, 50, (30,))
+    hidden_ND, weight_VD = inputs
+    logprobs_N, entropy_N, likeliest_N = scored(hidden_ND, weight_VD, targets_N)
+    all_NV = torch.log_softmax(hidden_ND @ weight_VD.T / 0.7, -1)
+    slope_N = torch.randn(30, dtype=dtype)
+    expected_N = all_NV.gather(1, targets_N[:, None])[:, 0]
+    grads = torch.autograd.grad(logprobs_N, inputs, slope_N)
+    expected_grads = torch.autograd.grad(expected_N, inputs, slope_N, retain_graph=True)
+    pairs = [
+        (logprobs_N, expected_N),
+        (entropy_N, -(all_NV.exp() * all_NV).sum(-1)),
+        *zip(grads, expected_grads, strict=True),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert torch.equal(likeliest_N, all_NV.argmax(-1) == targets_N)
+
+
+def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network, "_CHUNK", 4)
+    sizes: list[int] = []
+    plain = network.linear
+
+    def watched(x: Tensor, weight: Tensor) -> Tensor:
+        out = plain(x, weight)
+        sizes.append(len(out))
+        return out
+
+    monkeypatch.setattr(network, "linear", watched)
+    hidden = torch.randn(30, 16, requires_grad=True)
+    scored(hidden, torch.randn(50, 16), torch.zeros(30, dtype=torch.int64))[0].sum().backward()
+    assert max(sizes) == 4
+    assert sum(sizes) == 2 * 30  # forward, and once more backward
+
+
+def moe() -> Qwen3MoeForCausalLM:
+    shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_key_value_heads=2, **shape, **experts))
+
+
+def test_a_mixture_of_experts_is_trained_in_its_attention_alone():
+    torch.manual_seed(0)
+    net = Network(moe(), TRAINER)
+    trained = {name.rsplit(".", 3)[0].rpartition(".")[2] for name, p in net.model.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    grads = torch.autograd.grad(net.scores(random_row(), 1.0).logprobs_N.sum(), net.trained)
+    assert any(grad.abs().sum() > 0 for grad in grads)
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused():
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=0.1,
+    )
+    with pytest.raises(DockyardError, match="gemma2"):
+        Network(Gemma2ForCausalLM(config), TRAINER)
+
+
+def test_the_reference_is_the_base_model():
+    base = LlamaForCausalLM.from_pretrained(tiny_model_dir())
+    row = random_row()
+    before = Network(base, TRAINER)
+    untrained = before.scores(row, 1.0).logprobs_N.detach()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in before.trained:
+            parameter.normal_(std=0.2)
+    assert (before.scores(row, 1.0).logprobs_N - untrained).abs().max() > 0.1
+    torch.testing.assert_close(before.reference(row, 1.0), untrained)
+
+
+SIZES = {Keep.EVERYTHING: 100.0, Keep.PRODUCTS: 60.0, Keep.ATTENTION: 20.0, Keep.NOTHING: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (400, [Keep.EVERYTHING] * 4),
+        (350, [Keep.PRODUCTS, Keep.PRODUCTS, Keep.EVERYTHING, Keep.EVERYTHING]),
+        (240, [Keep.PRODUCTS] * 4),
+        (130, [Keep.ATTENTION, Keep.ATTENTION, Keep.ATTENTION, Keep.PRODUCTS]),
+        (70, [Keep.NOTHING, Keep.ATTENTION, Keep.ATTENTION, Keep.ATTENTION]),
+        (0, [Keep.NOTHING] * 4),
+    ],
+)
+def test_layers_keep_as_much_as_fits_and_the_last_most(room: float, expected: list[Keep]):
+    assert plan(SIZES, 4, room) == expected
