@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import modal
-from harbor_core import new_run_dir, train
+from harbor_core import arguments_of, train
 from harbor_grpo_local import check, settings_of
 from harbor_grpo_local import parser as local_parser
 
@@ -58,6 +58,8 @@ def refuse(given: argparse.Namespace, words: Sequence[str]) -> None:
     if given.openai_base_url:
         hint = "harbor_grpo_local.py trains with a server"
         raise UsageError("`--openai-base-url` has no effect: the policy's engine is on Modal", hint=hint)
+    if given.env in OVER_THERE and any(word.startswith("--run_dir=") for word in words):
+        raise UsageError("`--run_dir` has no effect: the run is in Modal's volume", hint="its name there is told")
     if given.skip_training and given.env not in OVER_THERE:
         hint = "`modal deploy examples/harbor/modal_openai_server.py`, then harbor_grpo_local.py --openai-base-url"
         raise UsageError("`--skip-training` needs no trainer on Modal", hint=hint)
@@ -75,10 +77,10 @@ def there(given: argparse.Namespace, words: Sequence[str]) -> int:
     """Everything on Modal."""
     configure_logging(debug=False)
     settings = {} if given.resume else settings_of(given)
-    folder = settings.pop("run_dir", None) or new_run_dir("runs", "harbor-grpo")
-    flags = [*words, *(["--skip-training"] if given.skip_training else [])]
-    name = Path(given.resume or folder).name
-    return train_over_there(settings, name, flags=flags, gpu=given.gpu, secret_names=names(given.secrets))
+    name = Path(given.resume or settings.pop("run_dir")).name
+    everything = [*arguments_of(settings), *words, *(["--skip-training"] if given.skip_training else [])]
+    resume = given.resume is not None
+    return train_over_there(everything, name, resume=resume, gpu=given.gpu, secret_names=names(given.secrets))
 
 
 def names(text: str) -> list[str]:

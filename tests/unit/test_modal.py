@@ -37,6 +37,7 @@ def test_the_image_has_our_source_and_its_lock_file():
         (["--skip-training"], "`--skip-training` needs no trainer on Modal"),
         (["--resume", "runs/x", "--model", "m"], "`--model` does not go with `--resume`"),
         (["--resume", "runs/x"], "`runs/x` holds no run"),
+        (["--env=modal", "--run_dir=runs/x"], "`--run_dir` has no effect"),
         (["--engine.type=vllm", "--engine.url=http://x", "--agent=shell"], "the policy has an engine of its own"),
     ],
 )
