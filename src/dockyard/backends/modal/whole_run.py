@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from dockyard.backends.modal.passage import passage
 from dockyard.errors import DockyardError
 from dockyard.rollout.agents import runs_inside
 from dockyard.rollout.environments import LOCAL
@@ -34,7 +35,7 @@ def train_in(folder: Path, words: Sequence[str], forward: Forward, *, resume: bo
     was = read_purpose(folder)
     where = f"--resume={folder}" if resume else f"--run_dir={folder}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _way_back(_calls_from_afar(folder, words, resume), forward) as way:
+    with way_back(_calls_from_afar(folder, words, resume), forward) as way:
         command = [*_DOCKYARD, was.verb if was else "train", *words, where, *way]
         code = subprocess.run(command, check=False).returncode
     if code < 0:
@@ -53,12 +54,12 @@ def _calls_from_afar(folder: Path, words: Sequence[str], resume: bool) -> bool:
 
 
 @contextmanager
-def _way_back(needed: bool, forward: Forward) -> Generator[list[str]]:
+def way_back(needed: bool, forward: Forward) -> Generator[list[str]]:
     """Settings by which agents reach the gateway from there."""
     if not needed:
         yield []
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    with forward(port) as tunnel:
+    with passage(port) as door, forward(door) as tunnel:
         yield [f"--gateway.port={port}", f"--gateway.public_url={tunnel.url}"]
