@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 from killable_runs import GROUP_SIZE, adapter, num_recorded, settings
-from processes import alive, descendants
+from processes import descendants, wait_until_gone
 
 from dockyard.cli import main
 
@@ -111,10 +111,7 @@ def test_a_run_whose_policy_and_whose_caller_are_killed_ends_with_the_bits_of_pl
         started = descendants(caller)
         os.kill(caller, signal.SIGKILL)
         assert modal.exit_code() == -signal.SIGKILL
-        deadline = time.monotonic() + PATIENCE_S
-        while alive(started):
-            assert time.monotonic() < deadline, "the policy or a sandbox was left behind"
-            time.sleep(0.05)
+        wait_until_gone(started)
         (hold / str(THIRD)).rmdir()
         modal.start("--env=sandbox", f"--resume={modal.run}")
         assert modal.exit_code() == 0, modal.log
