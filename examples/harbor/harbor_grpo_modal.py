@@ -36,15 +36,21 @@ def parser() -> argparse.ArgumentParser:
 
 def run(written: Sequence[str]) -> int:
     """Train; the exit code."""
-    arguments = parser()
-    given, words = arguments.parse_known_args(written)
-    check(arguments, given)
     try:
-        refuse(given, words)
+        given, words = read(written)
         return there(given, words) if given.env in OVER_THERE else here(given, words)
     except DockyardError as error:
         show(error, debug=False)
         return error.exit_code
+
+
+def read(written: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and settings of `dockyard train`. An error if some mean nothing."""
+    arguments = parser()
+    given, words = arguments.parse_known_args(written)
+    check(arguments, given)
+    refuse(given, words)
+    return given, words
 
 
 def refuse(given: argparse.Namespace, words: Sequence[str]) -> None:
@@ -95,12 +101,15 @@ def main(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    parser().parse_known_args()  # before anything is built
     try:
+        read(sys.argv[1:])  # before anything is built
         with modal.enable_output(), app.run():
             code = run(sys.argv[1:])
     except modal.exception.AuthError as error:
         reason = str(error).partition(".")[0]
         show(DockyardError(f"Modal does not let us in: {reason}", hint="`modal token new`"), debug=False)
         code = 1
+    except DockyardError as error:
+        show(error, debug=False)
+        code = error.exit_code
     sys.exit(code)

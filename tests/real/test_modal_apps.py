@@ -52,6 +52,12 @@ def test_without_a_token_the_command_that_gets_one_is_named(command: list[object
     assert "modal token new" in done.stderr
 
 
+def test_arguments_that_mean_nothing_are_refused_before_modal_is_asked():
+    done = run(sys.executable, TRAINER, "--test", "--skip-training", MODAL_TOKEN_ID="", MODAL_TOKEN_SECRET="")
+    assert done.returncode == 2, done.stderr
+    assert "`--skip-training` needs no trainer on Modal" in done.stderr
+
+
 def test_a_whole_run_is_made_there_and_goes_on_under_its_name(tmp_path: Path):
     for name in ("tasks", "heldout"):
         write_task(tmp_path / name / "one", PASSES, **{"solution__solve.sh": "true"})
