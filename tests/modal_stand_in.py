@@ -35,7 +35,7 @@ import modal as real
 
 FOLDER = Path(os.environ.get("MODAL_STAND_IN", "."))
 _PR_SET_PDEATHSIG = 1
-_HEAVY = ("dockyard.backends.modal.policy", "dockyard.trainer", "matplotlib.pyplot")
+_HEAVY = ("dockyard.backends.modal.policy", "dockyard.trainer", "litellm", "matplotlib.pyplot")
 _containers: Connection
 """Takes the inputs of function calls. Gives the number of the process that carries one out, then how it ended."""
 

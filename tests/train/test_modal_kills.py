@@ -54,6 +54,7 @@ class ModalRun:
             "PYTHONPATH": str(ROOT / "tests"),
             "MODAL_STAND_IN": str(self._stand_in),
             "DOCKYARD_MODAL_MOUNT": str(self._stand_in / "volume"),
+            "OPENBLAS_NUM_THREADS": "1",  # a process without threads is copied whole
         }
         self._orders, theirs = Pipe()
         command = [sys.executable, str(ROOT / "tests/modal_stand_in.py"), "warm", str(theirs.fileno())]
