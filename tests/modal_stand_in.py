@@ -1,9 +1,10 @@
-"""Modal on this machine, for tests: `modal_stand_in.py run SCRIPT ARGUMENTS...` is `modal run` without an account, and
-`modal_stand_in.py serve SCRIPT` what a container of a web server does.
+"""Modal on this machine, for tests: `modal_stand_in.py run SCRIPT ARGUMENTS...` is `modal run` without an account,
+`modal_stand_in.py serve SCRIPT` what a container of a web server does, and `modal_stand_in.py warm DESCRIPTOR` does the
+former for each order that comes, in processes that need not import torch any more.
 
 Images, secrets and settings are Modal's own objects, and every call is checked against Modal's own signature. Functions
-run as processes of this machine that die with the caller, and that are begun again with the same input when they are
-killed, as Modal does when it takes a machine away. Everything is kept in the folder $MODAL_STAND_IN:
+run as processes of this machine that die with the caller, one at a time, and that are begun again with the same input
+when they are killed, as Modal does when it takes a machine away. Everything is kept in the folder $MODAL_STAND_IN:
 
     calls/NAME-3.pid   the process that carries out a call just now
     volume/            the volume, which is what $DOCKYARD_MODAL_MOUNT must name
@@ -18,20 +19,25 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import modal as real
 
 FOLDER = Path(os.environ.get("MODAL_STAND_IN", "."))
 _PR_SET_PDEATHSIG = 1
+_HEAVY = ("dockyard.backends.modal.policy", "dockyard.trainer", "litellm", "matplotlib.pyplot")
+_containers: Connection
+"""Takes the inputs of function calls. Gives the number of the process that carries one out, then how it ended."""
 
 
 def check(method: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +127,7 @@ class FunctionCall[*T]:
         self._input.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
         self._done = threading.Event()
         self._cancelled = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -130,9 +136,10 @@ class FunctionCall[*T]:
             with self._lock:
                 if self._cancelled:
                     break
-                self._process = subprocess.Popen([sys.executable, __file__, "call", str(self._input)])
-                (FOLDER / "calls" / f"{self._name}.pid").write_text(str(self._process.pid))
-            if self._process.wait() != -signal.SIGKILL:
+                _containers.send(self._input)
+                self._pid = _containers.recv()
+                (FOLDER / "calls" / f"{self._name}.pid").write_text(str(self._pid))
+            if _containers.recv() != -signal.SIGKILL:
                 break
         self._done.set()
 
@@ -151,8 +158,9 @@ class FunctionCall[*T]:
         check(real.FunctionCall.cancel, self, terminate_containers=terminate_containers)
         with self._lock:
             self._cancelled = True
-            if self._process:
-                self._process.kill()
+            if self._pid and not self._done.is_set():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
         self._done.wait()
 
 
@@ -224,10 +232,6 @@ def load(script: Path) -> Any:
 
 def call(path: Path) -> None:
     """What a container does."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked to go with it
-        return
     module, name, arguments = pickle.loads(path.read_bytes())  # noqa: S301
     function = getattr(importlib.import_module(module), name)
     try:
@@ -239,13 +243,70 @@ def call(path: Path) -> None:
     draft.replace(path.with_suffix(".output"))
 
 
+def run(words: list[str]) -> None:
+    """What `modal run` does."""
+    global _containers
+    _containers, theirs = Pipe()
+    forked(lambda: carry_out(theirs, call), _containers)  # now: later on there will be threads
+    theirs.close()
+    script, *others = words
+    load(Path(script)).app.entrypoint(*others)
+
+
+def run_logged(order: tuple[list[str], Path]) -> None:
+    """`run`, its output added to a file."""
+    words, path = order
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    run(words)
+
+
+def carry_out[T](orders: Connection, work: Callable[[T], None]) -> None:
+    """Each order in a process of its own, one at a time: tell its number, then how it ended."""
+    with contextlib.suppress(EOFError):
+        while True:
+            order = orders.recv()
+            pid = forked(lambda order=order: work(order), orders)
+            orders.send(pid)
+            orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def forked(work: Callable[[], None], not_theirs: Connection) -> int:
+    """A copy of this process that does this and ends, at the latest with us."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before we asked to go with it
+        os._exit(1)
+    not_theirs.close()
+    return end_after(work)
+
+
+def end_after(work: Callable[[], None]) -> NoReturn:
+    """This, and nothing that the process we are a copy of would do next."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.modules["modal_stand_in"] = sys.modules["__main__"]  # what is pickled is found under this name
     install()
     verb, first, *others = sys.argv[1:]
     if verb == "run":
-        load(Path(first)).app.entrypoint(*others)
+        run([first, *others])
     elif verb == "serve":
         load(Path(first)).app.functions[0].raw()
     else:
-        call(Path(first))
+        for name in _HEAVY:
+            importlib.import_module(name)
+        carry_out(Connection(int(first)), run_logged)

@@ -1,5 +1,6 @@
 """Processes of a run under test, found through /proc, and told apart from those of anything else on the machine."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def descendants(pid: int) -> set[Process]:
 def alive(processes: set[Process]) -> set[Process]:
     """Those that still run; zombies, whom nobody has collected yet, do not."""
     return {process for process in processes if (stat := _stat(process.pid)) and stat[1] == process.started}
+
+
+def wait_until_gone(processes: set[Process]) -> None:
+    """They end by themselves, soon or late on a machine that is busy."""
+    deadline = time.monotonic() + 600  # only against hanging
+    while left := alive(processes):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
 
 
 def _numbers() -> list[int]:

@@ -9,8 +9,11 @@ unset VIRTUAL_ENV
 mkdir -p "$2"
 venv=$(cd "$2" && pwd)
 done="$venv/verifiers-$1"
+# Known to work; without them a new release of anything would be taken, and tried by nobody.
+versions="tools/verifiers-$1.txt"
+[ -e "$versions" ] || { echo "error: verifiers $1 has no list of versions, \`$versions\`" >&2 && exit 2; }
 # What it was made from: another pyproject.toml means other dependencies.
-stamp=$(cksum <pyproject.toml)
+stamp=$(cat pyproject.toml "$versions" | cksum)
 
 if [ "$(cat "$done" 2>/dev/null)" != "$stamp" ]; then
     python=$(sh tools/find-python.sh) || {
@@ -27,7 +30,7 @@ if [ "$(cat "$done" 2>/dev/null)" != "$stamp" ]; then
     echo 'certifi>=2025.1.1' >"$venv/overrides.txt"
     # verifiers' client for training reads tokenizers by transformers, without torch.
     "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --override "$venv/overrides.txt" \
-        --editable '.[prime-rl]' "verifiers==$1" transformers 'pytest>=8.4' 'pytest-asyncio>=1.1'
+        --constraint "$versions" --editable '.[prime-rl]' "verifiers==$1" transformers 'pytest>=8.4' 'pytest-asyncio>=1.1'
     printf '%s\n' "$stamp" >"$done"
 fi
 printf '%s\n' "$venv/bin/python"

@@ -11,7 +11,16 @@ from dockyard.cli.rollout import positive
 from dockyard.cli.train import RunTraining
 from dockyard.settings.dotenv import read_dotenv
 
-__all__ = ["DATASET", "NUM_TEST_TASKS", "engine_settings", "new_run_dir", "positive", "tasks_settings", "train"]
+__all__ = [
+    "DATASET",
+    "NUM_TEST_TASKS",
+    "arguments_of",
+    "engine_settings",
+    "new_run_dir",
+    "positive",
+    "tasks_settings",
+    "train",
+]
 
 MODELS = (
     "Qwen/Qwen2.5-Coder-7B-Instruct",
@@ -58,4 +67,9 @@ def new_run_dir(parent: str | Path, name: str) -> Path:
 
 def train(settings: Mapping[str, Any], flags: Sequence[str] = (), run_training: RunTraining | None = None) -> int:
     """`dockyard train` with these settings, by its own loop or this one; its exit code."""
-    return main(["train", *(f"--{key}={value}" for key, value in settings.items()), *flags], run_training=run_training)
+    return main(["train", *arguments_of(settings), *flags], run_training=run_training)
+
+
+def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as they are written on a command line."""
+    return [f"--{key}={value}" for key, value in settings.items()]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import modal
-from harbor_core import new_run_dir, train
+from harbor_core import arguments_of, train
 from harbor_grpo_local import check, settings_of
 from harbor_grpo_local import parser as local_parser
 
@@ -36,15 +36,21 @@ def parser() -> argparse.ArgumentParser:
 
 def run(written: Sequence[str]) -> int:
     """Train; the exit code."""
-    arguments = parser()
-    given, words = arguments.parse_known_args(written)
-    check(arguments, given)
     try:
-        refuse(given, words)
+        given, words = read(written)
         return there(given, words) if given.env in OVER_THERE else here(given, words)
     except DockyardError as error:
         show(error, debug=False)
         return error.exit_code
+
+
+def read(written: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and settings of `dockyard train`. An error if some mean nothing."""
+    arguments = parser()
+    given, words = arguments.parse_known_args(written)
+    check(arguments, given)
+    refuse(given, words)
+    return given, words
 
 
 def refuse(given: argparse.Namespace, words: Sequence[str]) -> None:
@@ -58,6 +64,8 @@ def refuse(given: argparse.Namespace, words: Sequence[str]) -> None:
     if given.openai_base_url:
         hint = "harbor_grpo_local.py trains with a server"
         raise UsageError("`--openai-base-url` has no effect: the policy's engine is on Modal", hint=hint)
+    if given.env in OVER_THERE and any(word.startswith("--run_dir=") for word in words):
+        raise UsageError("`--run_dir` has no effect: the run is in Modal's volume", hint="its name there is told")
     if given.skip_training and given.env not in OVER_THERE:
         hint = "`modal deploy examples/harbor/modal_openai_server.py`, then harbor_grpo_local.py --openai-base-url"
         raise UsageError("`--skip-training` needs no trainer on Modal", hint=hint)
@@ -75,10 +83,10 @@ def there(given: argparse.Namespace, words: Sequence[str]) -> int:
     """Everything on Modal."""
     configure_logging(debug=False)
     settings = {} if given.resume else settings_of(given)
-    folder = settings.pop("run_dir", None) or new_run_dir("runs", "harbor-grpo")
-    flags = [*words, *(["--skip-training"] if given.skip_training else [])]
-    name = Path(given.resume or folder).name
-    return train_over_there(settings, name, flags=flags, gpu=given.gpu, secret_names=names(given.secrets))
+    name = Path(given.resume or settings.pop("run_dir")).name
+    everything = [*arguments_of(settings), *words, *(["--skip-training"] if given.skip_training else [])]
+    resume = given.resume is not None
+    return train_over_there(everything, name, resume=resume, gpu=given.gpu, secret_names=names(given.secrets))
 
 
 def names(text: str) -> list[str]:
@@ -93,12 +101,15 @@ def main(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    parser().parse_known_args()  # before anything is built
     try:
+        read(sys.argv[1:])  # before anything is built
         with modal.enable_output(), app.run():
             code = run(sys.argv[1:])
     except modal.exception.AuthError as error:
         reason = str(error).partition(".")[0]
         show(DockyardError(f"Modal does not let us in: {reason}", hint="`modal token new`"), debug=False)
         code = 1
+    except DockyardError as error:
+        show(error, debug=False)
+        code = error.exit_code
     sys.exit(code)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
@@ -51,8 +52,15 @@ def test_without_a_token_the_command_that_gets_one_is_named(command: list[object
     assert "modal token new" in done.stderr
 
 
+def test_arguments_that_mean_nothing_are_refused_before_modal_is_asked():
+    done = run(sys.executable, TRAINER, "--test", "--skip-training", MODAL_TOKEN_ID="", MODAL_TOKEN_SECRET="")
+    assert done.returncode == 2, done.stderr
+    assert "`--skip-training` needs no trainer on Modal" in done.stderr
+
+
 def test_a_whole_run_is_made_there_and_goes_on_under_its_name(tmp_path: Path):
-    write_task(tmp_path / "tasks" / "one", PASSES, **{"solution__solve.sh": "true"})
+    for name in ("tasks", "heldout"):
+        write_task(tmp_path / name / "one", PASSES, **{"solution__solve.sh": "true"})
     volume = tmp_path / "volume"
     environment = {
         "MODAL_STAND_IN": str(tmp_path),
@@ -61,13 +69,17 @@ def test_a_whole_run_is_made_there_and_goes_on_under_its_name(tmp_path: Path):
     }
     words = ["--agent=oracle", "--num-rollouts=1", "--n-samples=2", f"--dataset={tmp_path / 'tasks'}"]
     start = [sys.executable, STAND_IN, "run", TRAINER, "--env=modal", "--secrets=keys, more"]
-    done = run(*start, *words, "--environment.type=sandbox", **environment)
+    more = ["--environment.type=sandbox", f"--tasks.heldout={tmp_path / 'heldout'}"]
+    done = run(*start, *words, *more, **environment)
     assert done.returncode == 0, done.stderr
     folder = next((volume / "runs").iterdir())
     assert f"modal volume get dockyard runs/{folder.name} runs/" in done.stderr
     assert json.loads((folder / "summary.json").read_text())["rollouts"] == 2
-    again = run(*start, "--resume", folder.name, **environment)
+    tasks = tomllib.loads((folder / "config.toml").read_text())["tasks"]
+    assert all(Path(tasks[name]).is_relative_to(volume / "sent") for name in ("train", "heldout"))
+    again = run(*start, "--resume", folder.name, "--rollout.concurrency=3", **environment)
     assert again.returncode == 0, again.stderr
+    assert tomllib.loads((folder / "config.toml").read_text())["rollout"]["concurrency"] == 3
 
 
 @dataclass(frozen=True)
@@ -85,20 +97,31 @@ def test_agents_in_other_sandboxes_are_told_the_tunnel(
     agent: str, told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     words = ["--tasks.source=demo", "--environment.type=modal", f"--agent.name={agent}", "--dry-run"]
-    assert train_in(tmp_path / "runs" / "new", words, forward) == 0
+    assert train_in(tmp_path / "runs" / "new", words, forward, resume=False) == 0
     assert ("https://tunnel.example:" in capfd.readouterr().out) is told
 
 
 def test_a_run_that_is_not_there_is_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    assert train_in(tmp_path / "runs" / "none", [], forward) == 2
+    assert train_in(tmp_path / "runs" / "none", [], forward, resume=True) == 2
     assert "holds no run" in capfd.readouterr().err
+
+
+def test_rollouts_that_modal_begins_again_are_resumed_as_what_they_were(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    write_task(tmp_path / "tasks" / "one", PASSES, **{"solution__solve.sh": "true"})
+    words = ["--skip-training", f"--tasks.train={tmp_path / 'tasks'}", "--agent.name=oracle", "--grpo.group_size=2"]
+    for _ in range(2):
+        assert train_in(tmp_path / "runs" / "new", words, forward, resume=False) == 0, capfd.readouterr().err
+    lines = (tmp_path / "runs/new/rollouts/rollouts.jsonl").read_text().splitlines()
+    assert len(lines) == 2
 
 
 def test_a_run_that_was_killed_raises_so_that_modal_begins_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="ended by signal 9"):
-        train_in(tmp_path / "runs" / "new", ["--tasks.source=demo"], forward)
+        train_in(tmp_path / "runs" / "new", ["--tasks.source=demo"], forward, resume=False)
 
 
 FAKE_VLLM = """#!{python}
@@ -112,9 +135,10 @@ async def main():
     assert "--enable-lora" in words and words[1] == "serve"
     server = FakeVLLM(port=int(words[words.index("--port") + 1]), tokenizer=Path(words[2]) / "tokenizer.json")
     await server.start()
-    while True:
-        await asyncio.sleep(0.1)
-        Path({loaded!r}).write_text(" ".join(server.adapters))
+    while not server.adapters:
+        await asyncio.sleep(0.01)
+    Path({loaded!r}).write_text(" ".join(server.adapters))
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """
@@ -156,6 +180,9 @@ def test_the_server_speaks_its_dialects_with_the_adapter_that_it_was_deployed_wi
         assert post(f"{root}/v1/messages", "secret", ask)["type"] == "message"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(f"{root}/v1/chat/completions", "guess", ask)
+        while not (loaded.exists() and loaded.read_text()):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
         assert "-v0" in loaded.read_text()
     finally:
         with suppress(ProcessLookupError):

@@ -1,6 +1,7 @@
 """A learner behind a relay, on real weights: its server is replaced at every moment that could matter."""
 
 import asyncio
+import shutil
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -177,6 +178,20 @@ async def test_a_resumed_run_goes_on_from_its_checkpoint_and_says_so_to_a_new_po
             await learner.checkpoint()
         saved = (run.adapter_dir(STEPS) / "adapter_model.safetensors").read_bytes()
     assert saved == await trained_here(tmp_path / "here")
+
+
+async def test_a_run_that_died_right_after_it_was_saved_has_its_adapter_when_it_is_resumed(tmp_path: Path):
+    with new_run(tmp_path / "run") as run:
+        async with hosted(tmp_path / "first", run) as (_, learner):
+            for step in range(STEPS):
+                await learner.update(record(run, step))
+            await learner.checkpoint()
+        file = run.adapter_dir(STEPS) / "adapter_model.safetensors"
+        saved = file.read_bytes()
+        shutil.rmtree(run.adapter_dir(STEPS))
+        async with hosted(tmp_path / "second", run) as (_, learner):
+            await learner.publish()
+        assert file.read_bytes() == saved
 
 
 async def test_an_update_that_is_out_of_turn_is_refused(tmp_path: Path):

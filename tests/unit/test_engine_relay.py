@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 from gateway_fakes import until
 
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.relay import (
+    PENDING,
     Call,
     Json,
     Relay,
@@ -22,7 +24,7 @@ from dockyard.engine.relay import (
     write_generation,
     write_request,
 )
-from dockyard.engine.relay_server import RelayServer
+from dockyard.engine.relay_server import REMEMBERED, RelayServer
 from dockyard.errors import EngineError
 from dockyard.types import Finish
 
@@ -245,6 +247,59 @@ async def test_a_server_that_never_lasts_until_it_is_up_to_date_ends_the_run():
         await relay.call("count", {"n": 1})
     await relay.close()
     await servers[-1].close()
+
+
+async def test_a_call_that_ends_its_server_each_time_ends_the_run():
+    counters: list[Counter] = []
+    servers: list[RelayServer] = []
+
+    async def find() -> str:
+        counters.append(Counter())
+        server, url = await start(counters[-1])
+        servers.append(server)
+        return url
+
+    async def on_boot(call: Call) -> None: ...
+
+    relay = Relay(find, TOKEN, patience_s=60, on_boot=on_boot)
+    call = asyncio.create_task(relay.call("count", {"n": 1}))
+    for number in range(1, 6):
+        await until(lambda number=number: len(servers) == number and counters[-1].asked == [1])
+        await servers[-1].close()
+    with pytest.raises(EngineError, match="gone 5 times before it had answered one call"):
+        await call
+    await relay.close()
+    await servers[-1].close()
+
+
+async def test_all_calls_that_wait_for_a_server_give_up_at_the_same_time():
+    looked = 0
+
+    async def find() -> None:
+        nonlocal looked
+        looked += 1
+
+    relay = Relay(find, TOKEN, patience_s=1, on_boot=Place().on_boot)
+    calls = await asyncio.gather(*(relay.call("count", {"n": n}) for n in range(50)), return_exceptions=True)
+    await relay.close()
+    assert all(isinstance(failure, EngineError) for failure in calls)
+    assert looked <= 3 + 49  # only the first had time to look again
+
+
+async def test_what_took_long_is_told_however_much_was_asked_for_meanwhile():
+    counter = Counter()
+    server, url = await start(counter)
+    describe = {"kind": "describe", "body": {}}
+    async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        assert (await client.post("/calls/long", json={"kind": "count", "body": {"n": 1}})).status == PENDING
+        for number in range(REMEMBERED + 1):
+            await client.post(f"/calls/{number}", json=describe)
+        counter.gate.set()
+        await client.post("/calls/last", json=describe)
+        assert (await client.get("/calls/long")).status == 200
+        assert (await client.get("/calls/0")).status == 404
+    await server.close()
+    assert counter.asked == [1]
 
 
 async def test_a_cancelled_call_is_cancelled_over_there():

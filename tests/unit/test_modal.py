@@ -1,6 +1,10 @@
 """The apps for Modal by Modal's own objects, which need no account until something is run."""
 
+import asyncio
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from trials import write_task
 
 from dockyard.backends.modal import app, launch, server_app
 from dockyard.backends.modal.launch import PolicyCall
+from dockyard.backends.modal.whole_run import way_back
 from dockyard.errors import DockyardError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/harbor"))
@@ -37,6 +42,7 @@ def test_the_image_has_our_source_and_its_lock_file():
         (["--skip-training"], "`--skip-training` needs no trainer on Modal"),
         (["--resume", "runs/x", "--model", "m"], "`--model` does not go with `--resume`"),
         (["--resume", "runs/x"], "`runs/x` holds no run"),
+        (["--env=modal", "--run_dir=runs/x"], "`--run_dir` has no effect"),
         (["--engine.type=vllm", "--engine.url=http://x", "--agent=shell"], "the policy has an engine of its own"),
     ],
 )
@@ -136,3 +142,30 @@ async def test_a_function_that_never_gets_to_serve_ends_the_run():
 
 def test_names_that_are_not_here_stay_as_they_are():
     assert launch.sent("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+
+
+async def test_a_tunnel_leads_to_the_gateway_by_a_port_that_is_open_to_others():
+    forwarded: list[int] = []
+
+    @contextmanager
+    def forward(port: int) -> Generator[Tunnel]:
+        forwarded.append(port)
+        yield Tunnel("https://tunnel.example")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"heard " + await reader.readline())
+        writer.close()
+
+    with way_back(True, forward) as settings:
+        assert settings[1] == "--gateway.public_url=https://tunnel.example"
+        async with await asyncio.start_server(answer, "127.0.0.1", int(settings[0].removeprefix("--gateway.port="))):
+            reader, writer = await asyncio.open_connection("127.0.0.2", forwarded[0])  # not where a gateway listens
+            writer.write(b"a call\n")
+            assert await reader.read() == b"heard a call\n"
+            writer.close()
+            await writer.wait_closed()
+
+
+@dataclass(frozen=True)
+class Tunnel:
+    url: str

@@ -173,9 +173,9 @@ time.sleep(60)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "written\n"
-        with pytest.raises(DockyardError, match=f"in use by process {process.pid}$"):
+        with pytest.raises(DockyardError, match=f"in use by process {process.pid}\\b"):
             RunDir.resume(tmp_path / "run")
-        with pytest.raises(DockyardError, match=f"in use by process {process.pid}$"):
+        with pytest.raises(DockyardError, match=f"in use by process {process.pid}\\b"):
             RunDir.create(tmp_path / "run", CONFIG, overwrite=True)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

@@ -4,7 +4,9 @@
 """
 
 import asyncio
+import pickle
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from dockyard.backends.slime.post import Post, check_agreement, run_config
 from dockyard.backends.slime.samples import even, step_samples
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
+from dockyard.settings.problems import Problem, SettingsError
 from dockyard.types import Blame, Failure, Group, Rollout, Segment
 
 SEGMENT = Segment(
@@ -218,6 +221,13 @@ async def test_a_rollout_that_slimes_full_batch_has_no_use_for_is_cancelled(monk
     monkeypatch.setattr(hooks, "_WATCH_S", 0.01)
     assert await hooks._while_wanted(None, endless()) is None
     await asyncio.wait_for(ended.wait(), 60)
+
+
+@pytest.mark.parametrize("error", [UsageError("m", hint="h"), SettingsError([Problem("m", "h")])])
+def test_errors_reach_slimes_driver_from_its_rollout_process(error: DockyardError):
+    there = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (type(there), str(there), there.message, there.hint) == (type(error), "m", "m", "h")
+    assert "hint: h\n" in traceback.format_exception(there)
 
 
 def test_arguments_that_are_missing_are_named(args: Namespace):

@@ -38,8 +38,12 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ser
         "agent": {"name": compacting_agent.NAME},
         "engine": {"type": "vllm", "url": "http://localhost:8000", "retry_s": 0},
     }
-    run = run_folder(tmp_path_factory.mktemp("runs") / "run", settings)
+    folder = tmp_path_factory.mktemp("runs")
+    run, data = run_folder(folder / "run", settings), make_task(folder)
     async with served(env_config({"run_dir": run}, {"run_dir": run}), workers=2) as up:
+        async with generate_fake(ScriptedEngine(solve_then_end)) as vllm:
+            # Workers load their tokenizers in their first episode, which would be time of a test's agent.
+            await asyncio.gather(*(up.trace(vllm.url, data) for _ in range(2)))
         yield up
 
 

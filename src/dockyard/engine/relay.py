@@ -28,6 +28,7 @@ BOOT_HEADER = "X-Dockyard-Boot"
 PENDING, FAILED, OTHER_BOOT = 202, 422, 410
 _CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
 _MOST_BOOTS = 5
+_HINT = "look at its log: its machine may have too little memory"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 type Json = dict[str, Any]
@@ -79,8 +80,13 @@ class Relay:
     async def call(self, kind: str, body: Json) -> Json:
         """The answer, however often the connection drops and the server starts anew."""
         name = uuid4().hex
+        boots: set[str] = set()
         while True:
             link = await self._connected()
+            boots.add(link.boot)
+            if len(boots) > _MOST_BOOTS:
+                message = f"the policy was gone {_MOST_BOOTS} times before it had answered one call (`{kind}`)"
+                raise EngineError(message, hint=_HINT)
             try:
                 return await self._ask(link, name, kind, body)
             except _LostError as error:
@@ -100,7 +106,6 @@ class Relay:
             return self._link
 
     async def _connect(self) -> _Link:
-        self._heard = time.monotonic()
         pause = _FIRST_PAUSE_S
         while True:
             try:
@@ -116,7 +121,7 @@ class Relay:
 
     async def _greet(self, url: str) -> _Link:
         status, answer = await self._send("GET", _Link(url, ""), "/boot")
-        if status != 200:
+        if status != 200 or "boot" not in answer:
             raise _LostError(f"HTTP {status}")
         link = _Link(url, str(answer["boot"]))
         if link.boot != self._boot:
@@ -128,14 +133,12 @@ class Relay:
 
     async def _bring_up(self, link: _Link) -> None:
         async def call(kind: str, body: Json) -> Json:
-            answer = await self._ask(link, uuid4().hex, kind, body)
-            self._heard = time.monotonic()
-            return answer
+            return await self._ask(link, uuid4().hex, kind, body)
 
         self._tried.add(link.boot)
         if len(self._tried) > _MOST_BOOTS:
             message = f"the policy started {_MOST_BOOTS} times and was gone each time before it was up to date"
-            raise EngineError(message, hint="look at its log: its machine may have too little memory")
+            raise EngineError(message, hint=_HINT)
         await self._on_boot(call)
         self._boot = link.boot
         self._tried.clear()
@@ -144,7 +147,7 @@ class Relay:
         """Say it once, however many calls wait."""
         if self._link is not link:
             return
-        self._link = None
+        self._link, self._heard = None, time.monotonic()
         if self._failing_since is None:
             logger.warning("the policy does not answer, asking again for %g s: %s", self._patience_s, failure)
             self._failing_since = time.monotonic()
@@ -152,6 +155,7 @@ class Relay:
     async def _ask(self, link: _Link, name: str, kind: str, body: Json) -> Json:
         status, answer = await self._send("POST", link, f"/calls/{name}", {"kind": kind, "body": body})
         while status == PENDING:
+            self._heard = time.monotonic()
             status, answer = await self._send("GET", link, f"/calls/{name}")
         if status == FAILED:
             raise EngineError(str(answer["message"]), hint=str(answer["hint"]))
@@ -159,6 +163,7 @@ class Relay:
             raise EngineError(f"`{link.url}` does not know our token", hint="another run's policy is there: start anew")
         if status != 200:  # a tunnel says in many ways that there is nobody behind it
             raise _LostError(f"HTTP {status}")
+        self._heard = time.monotonic()
         return answer
 
     async def _send(self, method: str, link: _Link, path: str, body: Json | None = None) -> tuple[int, Json]:

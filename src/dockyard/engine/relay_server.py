@@ -9,6 +9,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -22,7 +23,7 @@ type Handler = Callable[[Json], Awaitable[Json]]
 
 _WAIT_S = 20.0
 _LARGEST_BODY = 2**31
-_REMEMBERED = 256
+REMEMBERED = 256
 """Calls whose answers are kept, in case one is lost on its way."""
 
 
@@ -35,6 +36,7 @@ class RelayServer:
         self._token = token
         self._wait_s = wait_s
         self._calls: dict[str, asyncio.Task[Json]] = {}
+        self._over: deque[str] = deque()
         self._runner: web.AppRunner | None = None
         self._heard = time.monotonic()
 
@@ -83,8 +85,8 @@ class RelayServer:
         if name not in self._calls:
             wish = await request.json()
             if name not in self._calls:  # still: its body took its time, and may have come twice
-                self._calls[name] = asyncio.create_task(self._carry_out(wish["kind"], wish["body"]))
-                self._forget()
+                self._calls[name] = call = asyncio.create_task(self._carry_out(wish["kind"], wish["body"]))
+                call.add_done_callback(lambda _: self._remember(name))
         return await self._answer(self._calls[name])
 
     async def _tell(self, request: web.Request) -> web.Response:
@@ -116,10 +118,11 @@ class RelayServer:
                 logger.error("a call failed", exc_info=error)
                 return _failure(f"the policy's {type(error).__name__}: {error}", "its log says more")
 
-    def _forget(self) -> None:
-        done = [name for name, call in self._calls.items() if call.done()]
-        for name in done[: len(done) - _REMEMBERED]:
-            del self._calls[name]
+    def _remember(self, name: str) -> None:
+        """Instead of the call that has been over for longest."""
+        self._over.append(name)
+        if len(self._over) > REMEMBERED:
+            del self._calls[self._over.popleft()]
 
 
 def _failure(message: str, hint: str) -> web.Response:

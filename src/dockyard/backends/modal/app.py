@@ -70,8 +70,8 @@ def serve_policy(token: str, board: modal.Dict) -> None:
     memory=32768,
     retries=modal.Retries(max_retries=10, initial_delay=1.0, backoff_coefficient=1.0),
 )
-def train_there(words: list[str], name: str) -> int:
+def train_there(words: list[str], name: str, resume: bool) -> int:
     """`dockyard train` in the volume; the exit code. Begun again, it resumes."""
-    code = train_in(MOUNT / "runs" / name, words, modal.forward)
+    code = train_in(MOUNT / "runs" / name, words, modal.forward, resume=resume)
     volume.commit()
     return code

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,18 @@ def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_name
             call.end()
 
 
-def train_over_there(
-    settings: Mapping[str, Any], name: str, *, flags: Sequence[str], gpu: str, secret_names: Sequence[str]
-) -> int:
-    """A whole run on Modal under this name; its exit code. Without settings it goes on with one that is there."""
-    words = [f"--{key}={sent(str(value)) if key in _PATHS else value}" for key, value in settings.items()]
+def train_over_there(words: Sequence[str], name: str, *, resume: bool, gpu: str, secret_names: Sequence[str]) -> int:
+    """A whole run on Modal under this name; its exit code. `words` are arguments of `dockyard train`."""
     function = train_there.with_options(gpu=gpu, secrets=_named(secret_names))
-    code = function.spawn([*words, *flags], name).get()
+    code = function.spawn([with_sent(word) for word in words], name, resume).get()
     logger.info("the run is in the volume: `modal volume get %s runs/%s runs/`", VOLUME, name)
     return code
+
+
+def with_sent(word: str) -> str:
+    """An argument as it is to be written over there."""
+    name, equals, value = word.partition("=")
+    return f"{name}={sent(value)}" if equals and name.removeprefix("--") in _PATHS else word
 
 
 def sent(value: str) -> str:

@@ -61,8 +61,9 @@ class RelayedLearner:
         return answer["metrics"]
 
     async def publish(self) -> None:
-        """The policy serves what it has learnt before it says so."""
+        """The policy serves what it has learnt before it says so. Here an adapter is published once it is saved."""
         await self.engine.publish(Path(), self._version)
+        self._publish_saved()
 
     async def checkpoint(self) -> None:
         """Fetch everything, if it is time."""
@@ -76,15 +77,20 @@ class RelayedLearner:
             except _GoneError:
                 logger.warning("the policy started anew while it was saved: once more")
         self._run.checkpoints.keep_last(self._config.trainer.keep_last)
-        self._run.keep_adapters(self._version)
-        self._run.publish_adapter(self._version, self._copy_adapter)
+        self._publish_saved()
 
-    def _copy_adapter(self, folder: Path) -> None:
+    def _publish_saved(self) -> None:
         checkpoint = self._run.latest_checkpoint()
-        assert checkpoint is not None
-        folder.mkdir(exist_ok=True)
-        for file in checkpoint.path.glob("adapter_*"):
-            shutil.copy(file, folder)
+        if checkpoint is None or checkpoint.step != self._version:
+            return
+
+        def copy(folder: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            for file in checkpoint.path.glob("adapter_*"):
+                shutil.copy(file, folder)
+
+        self._run.keep_adapters(self._version)
+        self._run.publish_adapter(self._version, copy)
 
     async def _bring_up(self, call: Call) -> None:
         checkpoint = self._run.latest_checkpoint()

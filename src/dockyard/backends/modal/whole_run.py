@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from dockyard.backends.modal.passage import passage
 from dockyard.errors import DockyardError
 from dockyard.rollout.agents import runs_inside
 from dockyard.rollout.environments import LOCAL
-from dockyard.run_dir import resumed_config, settings_file
+from dockyard.run_dir import read_purpose, resumed_config, settings_file
 from dockyard.settings import load_run_config
 
-_COMMAND = (sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train")
+_DOCKYARD = (sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())")
 
 
 class Tunnel(Protocol):
@@ -27,34 +28,38 @@ class Tunnel(Protocol):
 type Forward = Callable[[int], AbstractContextManager[Tunnel]]
 
 
-def train_in(folder: Path, words: Sequence[str], forward: Forward) -> int:
-    """Train with these settings in this folder; the exit code. A process that was killed raises: Modal tries again."""
-    begun = settings_file(folder).is_file() or not words
-    which = [f"--resume={folder}"] if begun else [*words, f"--run_dir={folder}"]
+def train_in(folder: Path, words: Sequence[str], forward: Forward, *, resume: bool) -> int:
+    """Train with these arguments in this folder; the exit code. A process that was killed raises: Modal tries again."""
+    if settings_file(folder).is_file() and not resume:
+        words, resume = (), True  # an earlier try has begun the run
+    was = read_purpose(folder)
+    where = f"--resume={folder}" if resume else f"--run_dir={folder}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _way_back(_calls_from_afar(folder, begun, words), forward) as way:
-        code = subprocess.run([*_COMMAND, *which, *way], check=False).returncode
+    with way_back(_calls_from_afar(folder, words, resume), forward) as way:
+        command = [*_DOCKYARD, was.verb if was else "train", *words, where, *way]
+        code = subprocess.run(command, check=False).returncode
     if code < 0:
         raise RuntimeError(f"training was ended by signal {-code}")
     return code
 
 
-def _calls_from_afar(folder: Path, begun: bool, words: Sequence[str]) -> bool:
+def _calls_from_afar(folder: Path, words: Sequence[str], resume: bool) -> bool:
     """Whether agents will call the gateway from other sandboxes."""
+    settings = [word for word in words if "=" in word]
     try:
-        config = resumed_config(folder, []) if begun else load_run_config(None, [word for word in words if "=" in word])
+        config = resumed_config(folder, settings) if resume else load_run_config(None, settings)
     except DockyardError:  # which the command is about to say itself
         return False
     return config.environment.type not in LOCAL and runs_inside(config.agent)
 
 
 @contextmanager
-def _way_back(needed: bool, forward: Forward) -> Generator[list[str]]:
+def way_back(needed: bool, forward: Forward) -> Generator[list[str]]:
     """Settings by which agents reach the gateway from there."""
     if not needed:
         yield []
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    with forward(port) as tunnel:
+    with passage(port) as door, forward(door) as tunnel:
         yield [f"--gateway.port={port}", f"--gateway.public_url={tunnel.url}"]
