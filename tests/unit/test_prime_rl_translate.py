@@ -133,6 +133,9 @@ def test_the_form_of_0_7_is_translated_too():
     [
         ("[[orchestrator.env]]\nid = 'harbor_env'\nargs = {n_envs = 3}\n", "`harbor_env` has no argument `n_envs`"),
         ("[orchestrator.env]\nid = 'harbor_env'\n", "not a list of tables"),
+        ("[orchestrator]\nenv = [3]\n", "`orchestrator.env` is `[3]`, not a list of tables"),
+        ("[[orchestrator.env]]\nid = 'harbor_env'\nargs = 3\n", "`args` of `harbor_env` is `3`, no table"),
+        ("wandb = {project = 'a'}\nmonitors = 3\n", "but `monitors` there is `3`"),
         (
             "[orchestrator]\nrollouts_per_example = 8\ngroup_size = 4\n",
             "`orchestrator.rollouts_per_example` is `8`, and `orchestrator.group_size` is `4`",

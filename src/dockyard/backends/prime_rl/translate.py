@@ -90,16 +90,20 @@ def _move_sources(result: Translation, old: str, new: str) -> None:
     entries = _take(result.values, old)
     if entries is None:
         return
-    if not isinstance(entries, list):
+    tables: list[Any] = cast(list[Any], entries) if isinstance(entries, list) else [None]
+    if not all(isinstance(table, dict) for table in tables):
         raise UsageError(f"`{old}` is `{entries}`, not a list of tables", hint=f"write `[[{old}]]`")
     result.notes.append(f"`[[{old}]]` is `[[{new}.source]]`")
-    _put(result, f"{new}.source", [_source(result, entry) for entry in cast(list[Table], entries)], old)
+    _put(result, f"{new}.source", [_source(result, table) for table in tables], old)
 
 
 def _source(result: Translation, entry: Table) -> Table:
     entry = dict(entry)
     plugin = str(entry.pop("id", "")).partition("@")[0].rpartition("/")[2].replace("-", "_")
-    arguments = cast(Table, entry.pop("args", {}))
+    arguments = entry.pop("args", {})
+    if not isinstance(arguments, dict):
+        raise UsageError(f"`args` of `{plugin}` is `{arguments}`, no table", hint="write `args = {name = value}`")
+    arguments = cast(Table, arguments)
     workers, address = entry.pop("num_workers", None), entry.pop("address", None)
     pool = {"pool": {"type": "static", "num_workers": workers}} if isinstance(workers, int) else {}
     serve = pool | ({"address": address} if address else {})
@@ -153,7 +157,10 @@ def _put(result: Translation, key: str, value: Any, old: str) -> None:
     *path, last = key.split(".")
     values = result.values
     for name in path:
-        values = values.setdefault(name, {})
+        inner = values.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"`{old}` is `{key}` today, but `{name}` there is `{inner}`", hint=f"remove `{name}`")
+        values = cast(Table, inner)
     if isinstance(value, dict):
         for name, inner in cast(Table, value).items():
             _put(result, f"{key}.{name}", inner, f"{old}.{name}")
