@@ -21,7 +21,7 @@ from vllm_generate_fake import MODEL
 from dockyard.config import RunConfig
 from dockyard.run_dir import RunDir
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """Bounds what hangs. Nothing takes as long."""
 _NO_KEY = "DOCKYARD_TEST_NO_KEY"
 
