@@ -169,7 +169,9 @@ def test_a_setting_that_it_would_ignore_is_known_with_the_reason(words: tuple[st
     assert why in fate.why
 
 
-@pytest.mark.parametrize("key", ["model.dtype", "model.device", "tasks.source", "rollout.max_building"])
+@pytest.mark.parametrize(
+    "key", ["model.dtype", "model.device", "tasks.source", "rollout.max_building", "engine.retry_s"]
+)
 def test_what_it_does_anyway_is_no_reason_to_refuse(key: str):
     assert isinstance(BACKEND.fate(key, run_file()), Carried)
 

@@ -42,7 +42,7 @@ _BY_ROLLOUTS = (
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
     *("environment.type", "environment.network", "environment.cpus", "environment.memory_mb"),
     *("environment.storage_mb", "environment.seal", "environment.kwargs"),
-    *("gateway.max_calls", "gateway.max_sampled_tokens", "gateway.max_concurrency", "gateway.tunnel"),
+    *("engine.retry_s", "gateway.max_calls", "gateway.max_sampled_tokens", "gateway.max_concurrency", "gateway.tunnel"),
     *("rollout.build_timeout_s", "rollout.setup_timeout_s", "rollout.agent_timeout_s"),
     *("rollout.verifier_timeout_s", "rollout.total_timeout_s"),
 )
@@ -75,7 +75,6 @@ _IGNORED = {
     "engine.url": _OWN_ENGINE,
     "engine.model": _OWN_ENGINE,
     "engine.api_key_env": _OWN_ENGINE,
-    "engine.retry_s": _OWN_ENGINE,
     "engine.max_batch": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.max_num_seqs` is vLLM's",
     "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
     "engine.deterministic": _OWN_ENGINE,
