@@ -277,7 +277,7 @@ class TrainerConfig(Config):
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Tokens in one forward and backward pass. A longer sequence gets one of its own, with what begins like it."""
     compile: bool = True
-    """Compile the model's layers on a GPU: a minute at the start, then a third faster and half the memory."""
+    """Compile the layers of a model of 1B weights or more on a GPU: a minute at the start, then a third faster."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. Updates since the last one are replayed on resume."""
     keep_last: int = Field(default=0, ge=0)

@@ -6,6 +6,7 @@ from packed_rows import random_row, row_of
 from torch import Tensor
 
 from dockyard.rl.pack import Row
+from dockyard.trainer import attention
 from dockyard.trainer.attention import blocks_of, rounded_up, row_attention
 
 HEADS, GROUPS, DIM = 6, 2, 8
@@ -38,6 +39,22 @@ def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: Row, dtype: t
     expected_grads = torch.autograd.grad(expected, inputs, slope)
     for ours, theirs in zip((out, lse, *grads), (expected, expected_lse, *expected_grads), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_plain_kernel_is_the_fused_one(causal: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "_PLAIN_QUERIES", 4)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(num, heads, DIM, dtype=torch.float64) for num, heads in ((9, HEADS), (9, GROUPS), (9, GROUPS))
+    )
+    slope = torch.randn_like(q)
+    found: list[tuple[Tensor, ...]] = []
+    for kernel in (attention.Plain(), attention.Cpu()):
+        part = kernel.forward(q, k, v, causal)
+        found.append((part.out_QHD, part.lse_HQ, *kernel.backward(slope, q, k, v, part, causal)))
+    for plain_one, fused_one in zip(*found, strict=True):
+        torch.testing.assert_close(plain_one, fused_one, rtol=1e-12, atol=1e-12)
 
 
 def test_every_pair_of_tokens_that_see_each_other_lies_in_exactly_one_block():

@@ -19,7 +19,7 @@ TRAINER = TrainerConfig(lora_r=4)
 
 
 def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return network._Head.apply(hidden_ND, weight_VD, targets_N, 0.7)
+    return network._Head.apply(hidden_ND, weight_VD, targets_N, 0.7, False)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])

@@ -21,6 +21,8 @@ NAME = "dockyard_rows"
 """Under which transformers knows it."""
 _SQUARE = 2048
 """Tokens of a triangle from which cuDNN's plans pay."""
+_PLAIN_QUERIES = 1024
+"""How many are compared with all keys at once."""
 _RECTANGLE = 8192**2
 """Scores of a rectangle, likewise: its shapes hardly ever come twice."""
 
@@ -149,9 +151,56 @@ class Cpu:
         return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
 
 
+class Plain:
+    """Matrix products and a softmax, for number formats that no fused kernel takes: float32 on a GPU."""
+
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
+            scores_HqK = self._scores(q_QHD[start : start + _PLAIN_QUERIES].transpose(0, 1), k_HKD, start, causal)
+            outs.append((scores_HqK.softmax(-1) @ v_HKD).transpose(0, 1))
+            lses.append(scores_HqK.logsumexp(-1))
+        return Part(torch.cat(outs), torch.cat(lses, 1))
+
+    def backward(
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
+        dqs: list[Tensor] = []
+        dk_HKD, dv_HKD = torch.zeros_like(k_HKD), torch.zeros_like(v_HKD)
+        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
+            some = slice(start, start + _PLAIN_QUERIES)
+            q, grad, out = (x[some].transpose(0, 1) for x in (q_QHD, grad_QHD, part.out_QHD))
+            probabilities_HqK = (self._scores(q, k_HKD, start, causal) - part.lse_HQ[:, some, None]).exp()
+            dv_HKD += probabilities_HqK.transpose(1, 2) @ grad
+            slope_HqK = grad @ v_HKD.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
+            slope_HqK = probabilities_HqK * slope_HqK * q.shape[2] ** -0.5
+            dqs.append((slope_HqK @ k_HKD).transpose(0, 1))
+            dk_HKD += slope_HqK.transpose(1, 2) @ q
+        groups = q_QHD.shape[1] // k_KGD.shape[1]
+        dk, dv = (x.unflatten(0, (-1, groups)).sum(1).transpose(0, 1) for x in (dk_HKD, dv_HKD))
+        return torch.cat(dqs), dk, dv
+
+    def _all_heads(self, q_QHD: Tensor, *shared: Tensor) -> list[Tensor]:
+        groups = q_QHD.shape[1] // shared[0].shape[1]
+        return [x_KGD.transpose(0, 1).repeat_interleave(groups, 0) for x_KGD in shared]
+
+    def _scores(self, q_HqD: Tensor, k_HKD: Tensor, start: int, causal: bool) -> Tensor:
+        scores_HqK = q_HqD @ k_HKD.transpose(1, 2) * q_HqD.shape[2] ** -0.5
+        if not causal:
+            return scores_HqK
+        keys_K = torch.arange(k_HKD.shape[1], device=q_HqD.device)
+        queries_q1 = torch.arange(start, start + q_HqD.shape[1], device=q_HqD.device)[:, None]
+        return scores_HqK.masked_fill(keys_K > queries_q1, -torch.inf)
+
+
 def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
     if q_QHD.device.type == "cpu":
         return Cpu()
+    if q_QHD.dtype not in (torch.bfloat16, torch.float16):
+        return Plain()
     large = num_keys >= _SQUARE if causal else len(q_QHD) * num_keys >= _RECTANGLE
     return CuDNN() if large and q_QHD.shape[2] <= 128 else Flash()
 

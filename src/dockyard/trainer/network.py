@@ -4,7 +4,6 @@ Logits of the whole vocabulary exist for a few tokens at a time only, forward an
 """
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +20,8 @@ from dockyard.rl.pack import Row
 from dockyard.trainer import attention
 from dockyard.trainer.layers import Layers
 
+_WORTH_COMPILING = 10**9
+"""Weights of a model from which on a minute of compiling is soon won back."""
 _CHUNK = 2048
 """Tokens whose logits exist at once."""
 
@@ -78,9 +79,11 @@ class Network:
         self._head: Any = causal.get_output_embeddings()
         self._check_head()
         self._layers: Layers | None = None
-        if self.model.device.type == "cuda":
-            vocabulary = self._head.weight.shape[0]
-            self._layers = Layers(self._decoder.layers, compiled=trainer.compile, spare_bytes=_CHUNK * vocabulary * 8)
+        on_gpu = self.model.device.type == "cuda"
+        self._compiled = on_gpu and trainer.compile and _num_weights(self.model) >= _WORTH_COMPILING
+        if on_gpu:
+            spare_bytes = _CHUNK * self._head.weight.shape[0] * 8
+            self._layers = Layers(self._decoder.layers, compiled=self._compiled, spare_bytes=spare_bytes)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -93,7 +96,7 @@ class Network:
         sources_N = torch.from_numpy(row.sources).long().to(device)
         targets_N = torch.from_numpy(row.targets).long().to(device)
         logprobs_N, entropy_N, likeliest_N = _Head.apply(
-            hidden_TD[sources_N], self._head.weight, targets_N, temperature
+            hidden_TD[sources_N], self._head.weight, targets_N, temperature, self._compiled
         )
         return Scores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
 
@@ -166,14 +169,18 @@ class _Head(torch.autograd.Function):
     """Logprobs from hidden states, some tokens at a time; the backward pass makes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float) -> Any:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, fused: bool
+    ) -> Any:
+        statistics = _fused_statistics if fused else _statistics
         parts: list[tuple[Tensor, ...]] = []
         for hidden, targets in zip(hidden_ND.split(_CHUNK), targets_N.split(_CHUNK), strict=True):
             logits_CV = linear(hidden, weight_VD)
-            parts.append(_fused(_statistics, logits_CV)(logits_CV, targets, temperature))
+            parts.append(statistics(logits_CV, targets, temperature))
         logprobs_N, lse_N, entropy_N, likeliest_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N)
         ctx.temperature = temperature
+        ctx.slope = _fused_slope if fused else _slope
         ctx.mark_non_differentiable(entropy_N, likeliest_N)
         return logprobs_N, entropy_N, likeliest_N
 
@@ -186,11 +193,11 @@ class _Head(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(_wide(weight_VD)) if ctx.needs_input_grad[1] else None
         for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(_CHUNK), columns, strict=True):
             logits_CV = linear(hidden, weight_VD)
-            grad_CV = _fused(_slope, logits_CV)(logits_CV, targets, lse, grad, ctx.temperature)
+            grad_CV = ctx.slope(logits_CV, targets, lse, grad, ctx.temperature)
             torch.mm(grad_CV, weight_VD, out=out)
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden
-        return grad_hidden_ND, grad_weight_VD, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -209,12 +216,13 @@ def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, 
     return (slope_CV * (grad_C[:, None] / temperature)).to(logits_CV.dtype)
 
 
-_FUSED = {function: torch.compile(function, dynamic=True) for function in (_statistics, _slope)}
+_fused_statistics: Any = torch.compile(_statistics, dynamic=True)
+_fused_slope: Any = torch.compile(_slope, dynamic=True)
+"""One kernel each on a GPU, where passes over the vocabulary would take longer than its matrix product."""
 
 
-def _fused(function: Callable[..., Any], logits_CV: Tensor) -> Callable[..., Any]:
-    """On a GPU, where passes over the vocabulary would take longer than its matrix product, one kernel."""
-    return _FUSED[function] if logits_CV.device.type == "cuda" else function
+def _num_weights(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _wide(x: Tensor) -> Tensor:
