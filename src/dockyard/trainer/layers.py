@@ -71,8 +71,9 @@ class Layers:
         self._spare_bytes += torch.cuda.mem_get_info()[1] // 8
 
     def _call(self, index: int, layer: Any, hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        tensors = (hidden_1TD, *args, *kwargs.values(), *(kwargs.get("position_embeddings") or ()))
-        _mark_lengths(tensors, hidden_1TD.shape[1])
+        if self._compiled:
+            tensors = (hidden_1TD, *args, *kwargs.values(), *(kwargs.get("position_embeddings") or ()))
+            _mark_lengths(tensors, hidden_1TD.shape[1])
         if not torch.is_grad_enabled():
             run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
             return run(hidden_1TD, *args, **kwargs)
