@@ -1,7 +1,7 @@
 """Real updates of a tiny policy against the same algorithms written out one sequence and one token at a time."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
@@ -21,6 +21,8 @@ from dockyard.rollout.blame import BY_NAME
 from dockyard.trainer.policy import Policy
 from dockyard.types import Blame, Failure, Group, Rollout, Segment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ONE_ROW, ROW_EACH = 10_000, 64  # tokens in a micro-batch; no two of the segments below fit into 64
 TIMEOUT = Failure(cause="agent_timeout", blame=Blame.POLICY, message="too slow")
 
@@ -38,15 +40,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"overlong": "penalty", "overlong_length": 16, "overlong_buffer": 8},
     {"overlong": "penalty", "overlong_length": 20},
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other in a model this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_policy(grpo: GRPOConfig, micro_batch_tokens: int = ONE_ROW, lr: float = 0.0) -> Policy:

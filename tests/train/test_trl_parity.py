@@ -1,6 +1,5 @@
 """The loss and gradients of TRL's own GRPO trainer, for the settings that both have, on one model and one batch."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,11 @@ from dockyard.rl.loss import Batch, batch_loss
 from dockyard.rl.pack import Example, Row, pack
 from dockyard.types import Group, Rollout
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what TRL warns of is its own affair
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("default"),  # what TRL warns of is its own affair
+]
 
 PROMPT, LONGEST = 12, 11
 CAP = 1.2
@@ -58,15 +61,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "bnpo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other in a model this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ from dockyard.cli import main
 from dockyard.collect import NoModel, open_pool
 from dockyard.collect.blocking import run_to_end
 from dockyard.collect.evaluation import EvalReport
-from dockyard.collect.policy import asks_no_model, find
+from dockyard.collect.policy import find
 from dockyard.collect.rollouts import RolloutSummary
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
+from dockyard.rollout.agents.rows import asks_no_model
 from dockyard.run_dir import EVAL, ROLLOUTS, Purpose, RunDir, read_purpose
 from dockyard.tasks.demo import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout

@@ -27,7 +27,7 @@ from dockyard.run_dir import RunDir
 from dockyard.run_dir.durable import disk_errors, write_atomically
 from dockyard.settings.problems import Problem, raise_if_any
 from dockyard.settings.written import Written, setting_text
-from dockyard.tasks.order import num_steps
+from dockyard.tasks.order import with_steps
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,7 @@ def refuse_ignored(backend: Backend, config: RunConfig, written: Written) -> Non
 def prepare(backend: Backend, run: RunDir) -> Launch:
     """Find the run's tasks, once for all processes of the run, and write what the command reads."""
     tasks = write_task_list(run)
-    config = run.config
-    if config.counts_passes:
-        steps = num_steps(len(tasks.train), config.grpo.tasks_per_step, config.tasks.passes or 1)
-        config = config.model_copy(update={"steps": steps})
-    launch = backend.plan(config, run.path)
+    launch = backend.plan(with_steps(run.config, len(tasks.train)), run.path)
     with disk_errors(run.path):
         run.backend.mkdir(exist_ok=True)
         for name, text in launch.files.items():

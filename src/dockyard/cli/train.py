@@ -80,7 +80,7 @@ def _work(config: RunConfig, given: RunTraining | None) -> Work:
 
 
 def _asks_no_model(config: RunConfig) -> bool:
-    from dockyard.collect.policy import asks_no_model
+    from dockyard.rollout.agents.rows import asks_no_model
 
     return asks_no_model(config.agent)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.collect import NoModel
-from dockyard.config import AgentConfig, RunConfig
+from dockyard.config import RunConfig
 from dockyard.engine import Engine
 from dockyard.engine.checks import Wanted
 from dockyard.engine.connect import connect, connect_for_text, import_embedded
@@ -22,8 +22,7 @@ from dockyard.engine.remote import adapter_rank
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.text_mode import TextSource
-from dockyard.rollout.agents.rows import row_of
-from dockyard.rollout.agents.table import Dialect
+from dockyard.rollout.agents.rows import asks_no_model
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +41,6 @@ class Opened:
 
     engine: Engine | TextSource
     renderer: Renderer | None
-
-
-def asks_no_model(agent: AgentConfig) -> bool:
-    """Whether the agent only runs the task's solution, or nothing."""
-    return row_of(agent.name).dialect is Dialect.NONE
 
 
 def find(config: RunConfig) -> Model | None:

@@ -4,10 +4,20 @@ import random
 from collections.abc import Callable, Sequence
 from math import ceil
 
+from dockyard.config import RunConfig
+
 
 def num_steps(num_items: int, count: int, passes: int) -> int:
     """How many steps so many passes take. No step goes beyond the end of a pass."""
     return passes * ceil(num_items / count)
+
+
+def with_steps(config: RunConfig, num_items: int) -> RunConfig:
+    """Passes over so many items as steps, where the settings count passes."""
+    if not config.counts_passes:
+        return config
+    steps = num_steps(num_items, config.grpo.tasks_per_step, config.tasks.passes or 1)
+    return config.model_copy(update={"steps": steps})
 
 
 def due[T](

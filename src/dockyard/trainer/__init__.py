@@ -12,7 +12,7 @@ from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render import Renderer
 from dockyard.run_dir import RunDir
-from dockyard.tasks.order import num_steps
+from dockyard.tasks.order import with_steps
 from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import StepRecord, train
 from dockyard.trainer.parts import Inputs, OpenLearner, open_parts
@@ -34,7 +34,7 @@ def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner |
     """
     start = time.monotonic()
     inputs = _prepare(config, run_dir, weights=elsewhere is None)
-    config = run_dir.config = _with_steps(config, inputs)
+    config = run_dir.config = with_steps(config, len(inputs.recorded or inputs.tasks.train))
     with open_trackers(config, run_dir) as trackers:
         with Progress(config.steps) as progress:
             interrupt.run(_run(config, run_dir, inputs, progress, trackers, elsewhere))
@@ -59,15 +59,6 @@ def _prepare(config: RunConfig, run: RunDir, *, weights: bool) -> Inputs:
         model_dir=model_dir,
         renderer=renderer,
     )
-
-
-def _with_steps(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Passes as steps."""
-    if not config.counts_passes:
-        return config
-    num_items = len(inputs.recorded or inputs.tasks.train)
-    steps = num_steps(num_items, config.grpo.tasks_per_step, config.tasks.passes or 1)
-    return config.model_copy(update={"steps": steps})
 
 
 async def _run(

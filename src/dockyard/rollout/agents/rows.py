@@ -40,9 +40,14 @@ def is_custom(name: str) -> bool:
     return ":" in name and not name.startswith("acp:")
 
 
+def asks_no_model(agent: AgentConfig) -> bool:
+    """Whether the agent only runs the task's solution, or nothing."""
+    return row_of(agent.name).dialect is Dialect.NONE
+
+
 def must_ask(agent: AgentConfig) -> bool:
     """Whether the agent can do nothing without its model. Of one that is somebody's own we cannot know."""
-    return not is_custom(agent.name) and row_of(agent.name).dialect is not Dialect.NONE
+    return not is_custom(agent.name) and not asks_no_model(agent)
 
 
 @cache
