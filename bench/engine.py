@@ -3,15 +3,23 @@
 32 requests arrive at random over the first second, 100-token prompts, 32 new tokens each. One table:
 
     python bench/engine.py [--model smollm2-135m] [--repeats 3]
+
+On one GPU, a 7B policy (Qwen2.5-7B's shape, random weights, bf16), 128 requests at once of 512 tokens in, 64-256 out;
+and how far the engine's logprobs are from those of a plain forward pass:
+
+    python bench/engine.py --gpu7b [--systems generate,static,ours] [--out figures.json]
+    python bench/engine.py --check
 """
 
 import argparse
 import asyncio
 import random
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import engine_gpu
 import numpy as np
 import torch
 
@@ -59,19 +67,34 @@ async def ours(engine: TransformersEngine, prompts: list[IntArray], rng: random.
     return time.perf_counter() - start
 
 
-async def main() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gpu7b", action="store_true")
+    parser.add_argument("--size", choices=["7b", "tiny"], default="7b", help="`tiny` tries --gpu7b anywhere")
+    parser.add_argument("--systems", default="generate,static,ours")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    model = load_model(find_model(arguments.model), ModelConfig(name=arguments.model, dtype="float32")).eval()
+    if arguments.check:
+        engine_gpu.check()
+    elif arguments.gpu7b:
+        engine_gpu.compare(arguments.size, arguments.systems.split(","), arguments.out)
+    else:
+        asyncio.run(against_generate(arguments.model, arguments.repeats))
+
+
+async def against_generate(name: str, repeats: int) -> None:
+    """Print the table of requests that come one after the other."""
+    model = load_model(find_model(name), ModelConfig(name=name, dtype="float32")).eval()
     model.requires_grad_(False)
     engine = TransformersEngine(share_weights(model), EngineConfig())
     rng = random.Random(0)
     tokens = NUM_REQUESTS * NEW_TOKENS
     print(f"{'run':>4} {'generate tok/s':>15} {'engine tok/s':>13} {'ratio':>6}")
     ratios: list[float] = []
-    for repeat in range(arguments.repeats + 1):
+    for repeat in range(repeats + 1):
         # New prompts each time, so that the engine's prefix cache never helps.
         prompts = [np.array(rng.choices(range(1000, 40000), k=PROMPT_TOKENS), np.int32) for _ in range(NUM_REQUESTS)]
         plain_s, ours_s = plain(model, prompts), await ours(engine, prompts, rng)
@@ -84,4 +107,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -4,15 +4,18 @@ A 7B policy (Qwen2.5-7B's shape, random weights), LoRA r=16, bf16. Old logprobs 
 makes reference logprobs has a column of its own. MFU counts 4 N T for the weights (N without the input embeddings) and
 7 T^2 d L for causal attention, whatever is computed twice, of 790 TFLOP/s, which is what an H200 gives matrix products.
 
-    python bench/update.py [--lengths 4096,16384] [--systems ours,trl,plain] [--parts lengths,shared,gradients,moe]
+    python bench/update.py [--lengths 4096,16384] [--systems ours,trl,plain] [--parts lengths,shared,head,gradients,moe]
 """
 
 import argparse
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -23,7 +26,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dockyard.config import GRPOConfig, TrainerConfig
-from dockyard.rl.pack import Example, pack
+from dockyard.errors import DockyardError
+from dockyard.rl.pack import Example, Row, pack
+from dockyard.rl.trees import Tree, plant
+from dockyard.trainer.network import _Head
 from dockyard.trainer.policy import Policy
 
 PEAK_FLOPS = 790e12
@@ -32,6 +38,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 28},
 }
 PREFIX, OWN, GROUP = 17_408, 6_144, 8
+OUR_WAYS: dict[str, dict[str, Any]] = {
+    ", shared": {},
+    ", not shared, a row each": {"shared": False},
+    ", not shared, rows of 65,536": {"shared": False, "row_tokens": 65_536},
+}
+"""In which a group is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +105,10 @@ def example(rng: np.random.Generator, prompt: np.ndarray, num_own: int) -> Examp
     return Example(token_ids=ids, targets=targets, old_logprobs=old, advantage=1.0, weight=1 / num_own)
 
 
-def timed(work: Callable[[], Any], repeats: int, device: str) -> tuple[float, float] | None:
-    """Seconds and the most memory, after a first time that compiles, unless once will do; None if it does not fit."""
+def timed(work: Callable[[], Any], device: str, *, repeats: int = 1, warm: bool = False) -> tuple[float, float] | None:
+    """Seconds and the most memory, if need be after a first time that compiles; None if it does not fit."""
     try:
-        if repeats > 1:
+        if warm:
             work()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -108,8 +120,33 @@ def timed(work: Callable[[], Any], repeats: int, device: str) -> tuple[float, fl
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / repeats
         return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, DockyardError) as error:
+        print(f"does not fit: {error}", file=sys.stderr)
         return None
+
+
+def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
+    """Packed, but every sequence whole: as many to a row as fit."""
+    rows: list[list[Example]] = []
+    for item in examples:
+        if not rows or sum(len(other.token_ids) for other in rows[-1]) + len(item.token_ids) > row_tokens:
+            rows.append([])
+        rows[-1].append(item)
+    return [Tree(trunk=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
+
+
+def side_by_side(examples: list[Example]) -> Row:
+    """One row of sequences that have nothing in common."""
+    alone = [row for item in examples for row in pack([item], len(item.token_ids))]
+    starts = np.cumsum([0, *(len(row.token_ids) for row in alone)]).astype(np.int32)
+    fields = ("token_ids", "positions", "targets", "old_logprobs", "advantages", "weights")
+    together: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in alone]) for name in fields}
+    return Row(
+        ends=np.concatenate([row.ends + start for row, start in zip(alone, starts, strict=False)]),
+        sources=np.concatenate([row.sources + start for row, start in zip(alone, starts, strict=False)]),
+        segments=np.concatenate([row.segments + index for index, row in enumerate(alone)]).astype(np.int32),
+        **together,
+    )
 
 
 class Ours:
@@ -118,19 +155,17 @@ class Ours:
     name = "dockyard"
 
     def __init__(self, base: Any) -> None:
-        trainer = TrainerConfig(lr=1e-5, lora_r=16, lora_alpha=32)
-        self.policy = Policy(base, trainer, GRPOConfig(kl_coef=0), temperature=1.0, seed=0)
+        self.trainer = TrainerConfig(lr=1e-5, lora_r=16, lora_alpha=32)
+        self.policy = Policy(base, self.trainer, GRPOConfig(kl_coef=0), temperature=1.0, seed=0)
 
-    def update(self, examples: list[Example], *, shared: bool = True) -> None:
-        """Rows, loss, gradients and the optimiser's step."""
-        longest = max(len(item.token_ids) for item in examples)
-        rows = pack(examples, 10**6) if shared else [row for item in examples for row in pack([item], longest)]
-        self.policy.train_on(rows, lr=1e-5)
+    def update(self, examples: list[Example], *, shared: bool = True, row_tokens: int | None = None) -> None:
+        """Rows, loss, gradients and the optimiser's step; in rows as a run has them, unless told otherwise."""
+        row_tokens = row_tokens or self.trainer.micro_batch_tokens
+        self.policy.train_on(plant(examples, row_tokens) if shared else unshared(examples, row_tokens), lr=1e-5)
 
     def reference(self, examples: list[Example]) -> None:
-        for item in examples:
-            [row] = pack([item], 10**6)
-            self.policy._network.reference(row, 1.0)
+        for tree in plant(examples, self.trainer.micro_batch_tokens):
+            self.policy._network.reference(tree, 1.0)
 
     def close(self) -> None:
         """Leave the base model as it was: nobody else is to run our compiled layers."""
@@ -279,8 +314,10 @@ def measure_lengths(base: Any, name: str, lengths: list[int], table: Table, devi
     for length in lengths:
         rng = np.random.default_rng(length)
         work = [example(rng, rng.integers(0, 150_000, length // 4), length - length // 4)]
-        found = timed(lambda work=work: system.update(work), 2 if length < 65_536 else 1, device)  # long ones: no noise
-        passed = timed(lambda work=work: system.reference(work), 1, device) if found else None
+        warm = name == "ours" or length == lengths[0]  # others compile nothing
+        repeats = 2 if length < 65_536 else 1  # long ones: no noise
+        found = timed(lambda work=work: system.update(work), device, repeats=repeats, warm=warm)
+        passed = timed(lambda work=work: system.reference(work), device) if found else None
         seconds, peak = found or (None, None)
         table.add(
             Figure(
@@ -307,13 +344,9 @@ def measure_group(base: Any, names: list[str], table: Table, device: str, scale:
     what = f"{GROUP} x ({PREFIX // scale:,} + {OWN // scale:,})"
     for name in names:
         system = SYSTEMS[name](base)
-        ways = {"": {}} if name != "ours" else {", shared": {"shared": True}, ", not shared": {"shared": False}}
-        for way, options in ways.items():
-            found = timed(
-                lambda system=system, options=options: system.update(group, **options),
-                1 if name == "trl" else 2,
-                device,
-            )
+        for way, options in {"": {}}.items() if name != "ours" else OUR_WAYS.items():
+            work = partial(system.update, group, **options)
+            found = timed(work, device, warm=name == "ours")
             seconds, peak = found or (None, None)
             figure = Figure(system=system.name + way, what=what, tokens=sum(lengths), seconds=seconds, peak_gib=peak)
             table.add(figure)
@@ -357,6 +390,34 @@ def measure_gradients(device: str, tiny: bool) -> None:
         free(device)
 
 
+def measure_head(device: str, tiny: bool) -> None:
+    """Logprobs of 16k tokens and their gradients: ours against Liger's kernel and all logits at once."""
+    liger: Any = import_module("liger_kernel.transformers.functional")  # nothing else here needs it
+
+    num, hidden, vocab = (16_384, 3584, 152_064) if not tiny else (64, 56, 500)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weight_VD = torch.randn(vocab, hidden, device=device, dtype=dtype) * 0.02
+    hidden_ND = torch.randn(num, hidden, device=device, dtype=dtype, requires_grad=True)
+    targets_N = torch.randint(0, vocab, (num,), device=device)
+
+    def all_at_once() -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden_ND, weight_VD).float()
+        return torch.log_softmax(logits, -1).gather(1, targets_N[:, None])[:, 0]
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "dockyard (with entropy and top-1)": lambda: _Head.apply(hidden_ND, weight_VD, targets_N, 1.0, True)[0],
+        "Liger": lambda: -liger.liger_fused_linear_cross_entropy(hidden_ND, weight_VD, targets_N, reduction="none"),
+        "all logits at once": all_at_once,
+    }
+    print("| head | ms | peak GiB |\n|---|---|---|")
+    for name, logprobs in ways.items():
+        work = lambda logprobs=logprobs: torch.autograd.grad(logprobs().sum(), hidden_ND)  # noqa: E731
+        found = timed(work, device, repeats=5, warm=True)
+        print(f"| {name} | {found[0] * 1000:.0f} | {found[1]:.1f} |" if found else f"| {name} | does not fit | |")
+        free(device)
+
+
 def measure_moe(table: Table, device: str, tiny: bool) -> None:
     """Qwen3-Coder-30B-A3B's shape."""
     shape: dict[str, Any] = (
@@ -372,7 +433,7 @@ def measure_moe(table: Table, device: str, tiny: bool) -> None:
     rng = np.random.default_rng(0)
     work = [example(rng, rng.integers(0, 150_000, length // 4), length - length // 4)]
     system = Ours(base)
-    found = timed(lambda: system.update(work), 2, device)
+    found = timed(lambda: system.update(work), device, repeats=2, warm=True)
     seconds, peak = found or (None, None)
     table.add(Figure(system="dockyard", what=f"30B-A3B, {length:,}", tokens=length, seconds=seconds, peak_gib=peak))
 
@@ -381,7 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,16384,32768,65536,131072")
     parser.add_argument("--systems", default="ours,trl,plain")
-    parser.add_argument("--parts", default="lengths,shared,gradients,moe")
+    parser.add_argument("--parts", default="lengths,shared,head,gradients,moe")
     parser.add_argument("--size", default="7b", choices=list(SIZES), help="`tiny` shows on a CPU that it runs")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -396,6 +457,8 @@ def main() -> None:
             measure_group(base, names, table, device, 1 if arguments.size == "7b" else 64)
         del base
         free(device)
+    if "head" in arguments.parts:
+        measure_head(device, tiny=arguments.size == "tiny")
     if "gradients" in arguments.parts:
         measure_gradients(device, tiny=arguments.size == "tiny")
     if "moe" in arguments.parts:

@@ -30,6 +30,7 @@ class TrainerConfig:
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     use_lora: bool = True
+    """False trains all weights; `lora_r` counts for nothing then."""
     lora_r: int = 16
     save_every: int = 10
     output_dir: str | Path = "outputs/harbor_training"
@@ -47,7 +48,7 @@ class TrainerConfig:
             "grpo.clip_low": self.eps_clip,
             "grpo.clip_high": self.eps_clip_high,
             "trainer.lr": self.lr,
-            "trainer.lora_r": self.lora_r,
+            **({"trainer.lora_r": self.lora_r} if self.use_lora else {"trainer.method": "full"}),
             "trainer.save_every": self.save_every,
             **tasks_settings("swebench", self.dataset, None, self.n_rollouts),
         }
@@ -58,8 +59,6 @@ class HarborSlimeTrainer:
 
     def __init__(self, config: TrainerConfig | None = None) -> None:
         self.config = config or TrainerConfig()
-        if not self.config.use_lora:
-            raise ValueError("`use_lora` is False, but on one machine only LoRA adapters are trained")
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the run's summary."""

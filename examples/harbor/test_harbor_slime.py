@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from harbor_core import engine_settings, tasks_settings  # noqa: E402
-from harbor_slime_trainer import HarborSlimeTrainer, TrainerConfig  # noqa: E402
+from harbor_slime_trainer import TrainerConfig  # noqa: E402
 from simple_openai_server import words  # noqa: E402
 
 
@@ -36,9 +36,10 @@ def test_the_trainers_settings_are_those_of_a_run():
     assert (settings["grpo.clip_low"], settings["grpo.clip_high"], settings["grpo.kl_coef"]) == (0.2, 0.28, 0.001)
 
 
-def test_full_fine_tuning_is_refused_on_one_machine():
-    with pytest.raises(ValueError, match="only LoRA"):
-        HarborSlimeTrainer(TrainerConfig(use_lora=False))
+def test_without_lora_all_weights_are_trained():
+    assert TrainerConfig(use_lora=False).settings().items() >= {"trainer.method": "full"}.items()
+    assert "trainer.lora_r" not in TrainerConfig(use_lora=False).settings()
+    assert TrainerConfig(lora_r=8).settings()["trainer.lora_r"] == 8
 
 
 def test_advantages_are_slimes():

@@ -28,14 +28,14 @@ class ModelConfig(Config):
     """Where the embedded engine and the trainer run. `auto` takes the GPU if there is one."""
 
 
-type TaskSource = Literal["folder", "demo", "harbor", "swebench", "c2bug", "recorded"]
+type TaskSource = Literal["folder", "demo", "trail", "harbor", "swebench", "c2bug", "recorded"]
 
 
 class TasksConfig(Config):
     """What the agent is trained and tested on."""
 
     source: TaskSource = "folder"
-    """`folder` reads task folders, `harbor` a registry; `demo`, `swebench`, `c2bug` make them; `recorded`: rollouts."""
+    """`folder` and `harbor` read tasks; `demo`, `trail`, `swebench` and `c2bug` make them; `recorded` has rollouts."""
     train: Path | None = None
     """A task folder, or a folder of them. Needed when `source` is `folder`."""
     heldout: Path | None = None
@@ -63,14 +63,14 @@ class TasksConfig(Config):
     passes: int | None = Field(default=None, ge=1)
     """How often the policy meets each training task, instead of `steps`. `recorded` takes 1."""
     num_train: int = Field(default=64, ge=4, le=2000)
-    """How many training tasks `demo` generates."""
+    """How many training tasks `demo` and `trail` generate."""
     num_heldout: int = Field(default=32, ge=4, le=2000)
-    """How many held-out tasks `demo` generates."""
+    """How many held-out tasks `demo` and `trail` generate."""
 
     @property
     def holds_out(self) -> bool:
         """Whether there are tasks to evaluate on."""
-        return self.source == "demo" or self.heldout is not None or self.heldout_share > 0
+        return self.source in ("demo", "trail") or self.heldout is not None or self.heldout_share > 0
 
 
 class AgentConfig(Config):
@@ -140,8 +140,18 @@ class EngineConfig(Config):
     """Requests decoded together by the embedded engine; the others wait."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """The embedded engine's memory for keys and values that prompts which begin alike need not compute again."""
+    kv_cache_gb: float | None = Field(default=None, gt=0)
+    """The most memory of the embedded engine for all keys and values. None: half of what is free when it starts."""
     deterministic: bool = False
     """Decode one request at a time, so that a result depends on nothing but its prompt, seed and weights."""
+    launch: bool = False
+    """Start a `vllm` server for this run, beside the trainer, instead of asking one at `url`. It ends with the run."""
+    command: tuple[str, ...] = Field(default=("vllm", "serve"), min_length=1)
+    """What starts it; the model's folder and vLLM's options follow."""
+    memory_share: float = Field(default=0.4, gt=0, lt=1)
+    """Of the GPU's memory, for that server: weights, keys and values. The trainer takes what is left."""
+    args: tuple[str, ...] = ()
+    """More of vLLM's options, over those that the settings of the run decide."""
 
 
 class GatewayConfig(Config):
@@ -256,6 +266,8 @@ class GRPOConfig(Config):
 class TrainerConfig(Config):
     """The optimiser and what it trains."""
 
+    method: Literal["lora", "qlora", "full"] = "lora"
+    """`lora` trains adapters over frozen weights, `qlora` over weights of 4 bits, `full` all weights."""
     lr: float = Field(default=1e-6, ge=0)
     """AdamW learning rate. Below 1e-5 a LoRA barely moves. 0 trains nothing."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -278,12 +290,15 @@ class TrainerConfig(Config):
     """Tokens in one forward and backward pass. A longer sequence gets one of its own, with what begins like it."""
     compile: bool = True
     """Compile the layers of a model of 1B weights or more on a GPU: a minute at the start, then a third faster."""
+    offload: bool = False
+    """Keep what a backward pass will begin from in the computer's own memory where the GPU's does not do: longer rows,
+    more slowly."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. Updates since the last one are replayed on resume."""
     keep_last: int = Field(default=0, ge=0)
     """How many checkpoints stay; older ones are deleted once a newer one is safe on disk. 0 keeps all."""
     keep_best: bool = False
-    """Keep the adapter of the best held-out reward so far in `checkpoints/best`. Needs `eval.every`."""
+    """Keep the weights of the best held-out reward so far in `checkpoints/best`. Needs `eval.every`."""
 
 
 class EvalConfig(Config):

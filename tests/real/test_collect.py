@@ -350,7 +350,7 @@ def test_a_real_model_makes_rollouts_and_is_evaluated(tasks: Path, capsys: pytes
 def test_an_adapter_is_evaluated_in_this_process(tasks: Path, capsys: pytest.CaptureFixture[str]):
     from tiny_policy import tiny_model_dir, tiny_policy  # imports torch
 
-    tiny_policy().save_adapter(Path("adapter"))
+    tiny_policy().save_weights(Path("adapter"))
     words = ["eval", "--model.name", str(tiny_model_dir()), "--tasks.heldout", str(tasks), "--tasks.train", str(tasks)]
     words += ["--sampling.max_new_tokens=8", "--agent.max_turns=1", "--model.device=cpu", "--adapter=adapter"]
     assert main([*words, "--run_dir=mine", "--json"]) == 0

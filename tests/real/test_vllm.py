@@ -69,7 +69,7 @@ class Trainer:
         for name, parameter in self._policy.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.0 if seed is None else size)
-        self._policy.save_adapter(folder)
+        self._policy.save_weights(folder)
         return folder
 
     def logprobs(self, adapter: Path, ids: IntArray, targets: IntArray) -> np.ndarray:

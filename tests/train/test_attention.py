@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dockyard.rl.pack import Row
 from dockyard.trainer import attention
-from dockyard.trainer.attention import blocks_of, rounded_up, row_attention
+from dockyard.trainer.attention import as_row_blocks, blocks_of, rounded_up, row_attention
 
 HEADS, GROUPS, DIM = 6, 2, 8
 
@@ -30,7 +30,7 @@ def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: Row, dtype: t
     torch.manual_seed(0)
     num = len(row.token_ids)
     inputs = [torch.randn(num, heads, DIM, dtype=dtype, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    blocks = torch.from_numpy(blocks_of(row.positions, row.ends))
+    blocks = as_row_blocks(blocks_of(row.positions, row.ends), None, made=False)
     q_THD, k_TGD, v_TGD = inputs
     out, lse = row_attention(q_THD, k_TGD, v_TGD, blocks)
     expected, expected_lse = plain(q_THD, k_TGD, v_TGD, row)
@@ -71,7 +71,7 @@ def test_every_pair_of_tokens_that_see_each_other_lies_in_exactly_one_block():
 def test_torch_may_compile_it():
     row = random_row()
     inputs = [torch.randn(len(row.token_ids), heads, DIM, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    blocks = torch.from_numpy(blocks_of(row.positions, row.ends))
+    blocks = as_row_blocks(blocks_of(row.positions, row.ends), None, made=False)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.dockyard.row_attention.default, (*inputs, blocks), test_utils=checks)
 

@@ -10,7 +10,8 @@ from tiny_policy import CPU, make_group, tiny_model_dir, tiny_policy
 
 from dockyard.config import EngineConfig
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.transformers import TransformersEngine, sample
+from dockyard.engine.sampling import sample
+from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.errors import EngineError
 from dockyard.rl.pack import Example, pack
@@ -120,6 +121,18 @@ async def test_a_prompt_that_fills_the_context_is_an_answer_and_one_token_less_i
     assert (len(cut.token_ids), cut.finish) == (3, Finish.LENGTH)
 
 
+async def test_a_context_longer_than_the_memory_is_refused_and_one_that_nobody_asked_for_is_cut():
+    gb = 64 * 2 * 2 * 2 * 8 * 4 / 2**30  # of 64 tokens
+    with pytest.raises(EngineError, match="`engine.context_length` is 60 tokens, and there is memory .* of 48"):
+        async with engine_of(context_length=60, kv_cache_gb=gb):
+            pass
+    async with engine_of(kv_cache_gb=gb) as engine:
+        assert engine.context_length == 48
+        assert await engine.generate(request(PROMPTS[4])) == ContextOverflow(prompt_tokens=60, context_length=48)
+        whole = await drawn(engine, request(PROMPTS[1], new=100))
+    assert (len(whole.token_ids), whole.finish) == (8, Finish.LENGTH)
+
+
 async def test_a_cancelled_request_makes_room_for_others():
     async with engine_of(max_batch=1) as engine:
         long = asyncio.create_task(engine.generate(request(PROMPTS[0], new=400)))
@@ -134,7 +147,7 @@ async def test_a_cancelled_request_makes_room_for_others():
 
 
 def saved(policy: Policy, folder: Path) -> Path:
-    policy.save_adapter(folder)
+    policy.save_weights(folder)
     return folder
 
 
@@ -152,6 +165,18 @@ async def test_new_weights_are_served_at_once_and_nothing_computed_under_the_old
     np.testing.assert_allclose(after.logprobs, training_logprobs(policy, prompt, after), atol=1e-4)
     stale = training_logprobs(policy, prompt, before)
     assert np.abs(stale - before.logprobs).max() > 0.05  # the update was large enough to tell
+
+
+async def test_a_model_without_adapters_takes_its_first_while_it_is_served(tmp_path: Path):
+    policy = tiny_policy(lr=0.1)
+    for _ in range(3):
+        policy.update([make_group([0.0, 1.0])], 10)
+    async with engine_of() as engine:
+        before = await drawn(engine, request(PROMPTS[4]))
+        await engine.publish(saved(policy, tmp_path), 1)
+        after = await drawn(engine, request(PROMPTS[4]))
+    np.testing.assert_allclose(after.logprobs, training_logprobs(policy, PROMPTS[4], after), atol=1e-4)
+    assert np.abs(training_logprobs(policy, PROMPTS[4], before) - before.logprobs).max() > 0.05
 
 
 async def test_a_request_in_flight_goes_on_under_new_weights_with_each_token_marked(tmp_path: Path):

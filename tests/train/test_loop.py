@@ -20,6 +20,7 @@ class Fake:
 
     version: int = 0
     events: list[str] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
 
     async def collect(self, step: int) -> tuple[Group, ...]:
         self.events.append(f"collect {step} with weights {self.version}")
@@ -36,6 +37,7 @@ class Fake:
 
     async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
         self.events.append(f"record {step}")
+        self.metrics.append(metrics)
 
 
 def test_new_weights_are_served_before_the_next_rollouts():
@@ -45,6 +47,19 @@ def test_new_weights_are_served_before_the_next_rollouts():
         *("collect 0 with weights 0", "update", "publish 1", "record 0"),
         *("collect 1 with weights 1", "update", "publish 2", "record 1"),
     ]
+
+
+def test_a_step_records_how_long_each_of_its_parts_took():
+    @dataclass
+    class Slow(Fake):
+        async def publish(self) -> None:
+            await asyncio.sleep(0.05)
+
+    slow = Slow()
+    asyncio.run(train(1, slow, slow, slow))
+    [seconds] = slow.metrics
+    assert seconds.keys() == {"time/collect_s", "time/update_s", "time/publish_s"}
+    assert seconds["time/publish_s"] >= 0.05
 
 
 def test_a_resumed_loop_begins_at_the_version_of_its_weights():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packed_rows import random_row
@@ -11,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, Qwen
 
 from dockyard.config import TrainerConfig
 from dockyard.errors import DockyardError
+from dockyard.rl.trees import Tree
 from dockyard.trainer import network
 from dockyard.trainer.layers import Keep, plan
 from dockyard.trainer.network import Network
@@ -104,7 +106,8 @@ def test_the_reference_is_the_base_model():
         for parameter in before.trained:
             parameter.normal_(std=0.2)
     assert (before.scores(row, 1.0).logprobs_N - untrained).abs().max() > 0.1
-    torch.testing.assert_close(before.reference(row, 1.0), untrained)
+    [reference] = before.reference(Tree(trunk=np.zeros(0, np.int32), rows=(row,)), 1.0)
+    torch.testing.assert_close(reference, untrained)
 
 
 SIZES = {Keep.EVERYTHING: 100.0, Keep.PRODUCTS: 60.0, Keep.ATTENTION: 20.0, Keep.NOTHING: 5.0}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dockyard.backends import warden
+from dockyard import warden
 from dockyard.backends.launch import Backend, Carried, Launch, clear_away, start
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
@@ -181,7 +181,7 @@ def test_containers_that_killed_processes_left_are_removed_where_docker_is_used(
 
 
 def guarded(script: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
-    words = [sys.executable, warden.__file__, str(patience_s), "sh", "-c", script]
+    words = [sys.executable, "-I", warden.__file__, str(patience_s), "sh", "-c", script]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout
     assert process.stdout.readline() == b"ready\n"

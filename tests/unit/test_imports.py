@@ -21,6 +21,7 @@ ORDER = (
     "errors",
     "cache",
     "interrupt",
+    "warden",
     "config",
     "settings",
     "run_dir",
@@ -40,7 +41,20 @@ ORDER = (
     "__main__",
 )
 TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
-TORCH_ALLOWED = ("convert/slime_pt*", "engine/transformers*", "engine/weights*", "engine/kv*", "rl/loss*", "trainer/*")
+TORCH_ALLOWED = (
+    "convert/slime_pt*",
+    "engine/attention*",
+    "engine/batch*",
+    "engine/four_bit*",
+    "engine/kv*",
+    "engine/pooled*",
+    "engine/sampling*",
+    "engine/steps*",
+    "engine/transformers*",
+    "engine/weights*",
+    "rl/loss*",
+    "trainer/*",
+)
 WITHOUT_TORCH = (
     "dockyard",
     "dockyard.backends.modal.launch",

@@ -321,6 +321,8 @@ def test_the_resolved_settings_are_json_too():
         ("--engine.type=transformers", "--engine.model=policy"),
         ("--engine.type=transformers", "--engine.api_key_env=KEY"),
         ("--engine.type=transformers", "--engine.retry_s=3"),
+        ("--engine.type=transformers", "--engine.launch=true"),
+        ("--engine.type=transformers", "--engine.memory_share=0.3"),
         ("--tasks.train=somewhere", "--eval.samples=3"),
         ("--grpo.aggregation=token", "--grpo.constant_length=100"),
         ("--grpo.correction=none", "--grpo.correction_cap=3"),
@@ -353,6 +355,27 @@ def test_a_server_needs_its_address_and_leaves_no_use_for_the_embedded_engines_s
         key = ignored.removeprefix("--").partition("=")[0]
         with pytest.raises(UsageError, match=f"`{key}` has no effect when `engine.type` is `{kind}`"):
             load_run_config(None, [*words, ignored])
+
+
+@pytest.mark.parametrize("name", ["demo", "one_gpu"])
+def test_a_run_file_that_comes_with_dockyard_has_valid_settings(name: str):
+    config = load_run_config(Path(__file__).parents[2] / "configs" / f"{name}.toml", [])
+    assert config.run_dir == Path("runs", name)
+
+
+def test_a_server_that_the_run_starts_has_no_address_and_is_a_vllm():
+    launched = ["--tasks.source=demo", "--engine.type=vllm", "--engine.launch=true"]
+    engine = load_run_config(None, [*launched, "--engine.memory_share=0.5", '--engine.args=["--enforce-eager"]']).engine
+    assert (engine.url, engine.memory_share, engine.args) == (None, 0.5, ("--enforce-eager",))
+    for ignored in ("--engine.url=http://localhost:8000", "--engine.model=m", "--engine.api_key_env=KEY"):
+        with pytest.raises(UsageError, match="has no effect when `engine.launch` is true"):
+            load_run_config(None, [*launched, ignored])
+    with pytest.raises(UsageError, match="`engine.launch` has no effect when `engine.type` is `sglang`"):
+        load_run_config(None, ["--tasks.source=demo", "--engine.type=sglang", "--engine.launch=true"])
+    asked = ["--tasks.source=demo", "--engine.type=vllm", "--engine.url=http://localhost:8000"]
+    for ignored in ("--engine.memory_share=0.5", '--engine.args=["--enforce-eager"]', '--engine.command=["vllm"]'):
+        with pytest.raises(UsageError, match="has no effect when `engine.launch` is false"):
+            load_run_config(None, [*asked, ignored])
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://me:secret@localhost", "http://a b"])

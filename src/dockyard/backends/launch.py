@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dockyard.backends import warden
+from dockyard import warden
 from dockyard.backends.task_list import write_task_list
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError

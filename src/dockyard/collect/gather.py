@@ -42,8 +42,7 @@ def tasks_of(run: RunDir, split: Split) -> list[Task]:
 
 
 def _check_heldout(config: RunConfig) -> None:
-    tasks = config.tasks
-    if tasks.source != "demo" and tasks.heldout is None and not tasks.heldout_share:
+    if not config.tasks.holds_out:
         hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
         raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
 
@@ -54,7 +53,7 @@ async def gather(
     """Make this order's rollouts, or read those that are recorded."""
     with Progress(title, len(order.tasks) * order.group_size) as progress:
         async with (
-            opened(run.config, prepared.model, prepared.adapter) as policy,
+            opened(run.config, prepared.model, prepared.adapter, log=run.engine_log) as policy,
             open_pool(run.config, run, policy.engine, policy.renderer, progress.phases) as pool,
         ):
             pool = _by_command(pool) if harbor_cli else pool

@@ -5,8 +5,9 @@ Nothing is found or opened for an agent that asks no model, and no torch is load
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dockyard.engine.checks import Wanted
 from dockyard.engine.connect import connect, connect_for_text, import_embedded
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.own_server import serving
 from dockyard.engine.remote import adapter_rank
 from dockyard.errors import DockyardError
 from dockyard.gateway.render import Renderer
@@ -51,7 +53,7 @@ def find(config: RunConfig) -> Model | None:
     if embedded:
         import_embedded("`--engine.type vllm --engine.url ...`")
     try:
-        folder = find_model(config.model.name, weights=embedded)
+        folder = find_model(config.model.name, weights=embedded or config.engine.launch)
         return Model(folder=folder, renderer=Renderer.load(folder, config.model.name))
     except DockyardError as error:
         if config.engine.type != "openai":
@@ -61,13 +63,17 @@ def find(config: RunConfig) -> Model | None:
 
 
 @asynccontextmanager
-async def opened(config: RunConfig, model: Model | None, adapter: Path | None = None) -> AsyncGenerator[Opened]:
-    """The engine that the settings name, with this adapter loaded, closed with the block."""
+async def opened(
+    config: RunConfig, model: Model | None, adapter: Path | None = None, *, log: Path = Path(os.devnull)
+) -> AsyncGenerator[Opened]:
+    """The engine that the settings name, with this adapter loaded, closed with the block.
+
+    `log` is where a server that is started for it writes.
+    """
     if asks_no_model(config.agent):
         yield Opened(NoModel(), None)
         return
-    engine = await _open(config, model, adapter)
-    try:
+    async with _opened(config, model, adapter, log) as engine:
         if isinstance(engine, TextEndpoint):
             if adapter:
                 hint = "serve the adapter there as a model of its own, and name it by `--engine.model`"
@@ -78,18 +84,25 @@ async def opened(config: RunConfig, model: Model | None, adapter: Path | None = 
                 await engine.publish(adapter, 1)
             assert model is not None, "an engine for ids is opened for a known model only"
             yield Opened(engine, model.renderer)
-    finally:
-        await engine.close()
 
 
-async def _open(config: RunConfig, model: Model | None, adapter: Path | None) -> Engine | TextEndpoint:
-    if model is None:
-        hint = "check `engine.url`; it is what a client takes as its base URL"
-        return await connect_for_text(config.engine, config.model.name, hint=hint)
-    if config.engine.type == "transformers":
-        return await _load(config, model)
-    rank = adapter_rank(adapter) if adapter else config.trainer.lora_r
-    return await connect(config.engine, Wanted.of(config.model.name, model.folder, rank))
+@asynccontextmanager
+async def _opened(
+    config: RunConfig, model: Model | None, adapter: Path | None, log: Path
+) -> AsyncGenerator[Engine | TextEndpoint]:
+    async with AsyncExitStack() as stack:
+        if model is None:
+            hint = "check `engine.url`; it is what a client takes as its base URL"
+            engine = await connect_for_text(config.engine, config.model.name, hint=hint)
+        elif config.engine.type == "transformers":
+            engine = await _load(config, model)
+        else:
+            rank = adapter_rank(adapter) if adapter else config.trainer.lora_r
+            wanted = Wanted.of(config.model.name, model.folder, rank)
+            server = serving(config.engine, config.model, model.folder, wanted, log)
+            engine = await connect(await stack.enter_async_context(server), wanted)
+        stack.push_async_callback(engine.close)
+        yield engine
 
 
 async def _load(config: RunConfig, model: Model) -> Engine:

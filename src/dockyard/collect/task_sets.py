@@ -16,9 +16,11 @@ from dockyard.run_dir import RunDir
 from dockyard.run_dir.durable import whole_folder
 from dockyard.tasks import load_tasks
 from dockyard.tasks.demo import write_demo_tasks
+from dockyard.tasks.drafts import WriteTasks
 from dockyard.tasks.folder import Written
 from dockyard.tasks.select import Selection
 from dockyard.tasks.split import read_split, split_tasks, write_split
+from dockyard.tasks.trail import write_trail_tasks
 from dockyard.types import Task
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ def task_sets(run: RunDir) -> TaskSets:
         case "recorded":
             return TaskSets(train=[], heldout=heldout)
         case "demo":
-            return _demo(run)
+            return _generated(run, write_demo_tasks)
+        case "trail":
+            return _generated(run, write_trail_tasks)
         case "folder":
             chosen = _select(run.config, load_tasks(_train_folder(run.config)), str(tasks.train))
         case "harbor":
@@ -65,9 +69,9 @@ def task_sets(run: RunDir) -> TaskSets:
     return _split(run, chosen) if tasks.heldout_share else TaskSets(train=chosen, heldout=heldout)
 
 
-def _demo(run: RunDir) -> TaskSets:
+def _generated(run: RunDir, write: WriteTasks) -> TaskSets:
     tasks = run.config.tasks
-    write_demo_tasks(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=run.config.seed)
+    write(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=run.config.seed)
     return TaskSets(train=load_tasks(run.tasks / "train"), heldout=load_tasks(run.tasks / "heldout"))
 
 

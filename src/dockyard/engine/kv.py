@@ -1,22 +1,23 @@
 """Keys and values of the requests being decoded, and of finished ones that later prompts may begin with.
 
-Rows are right-aligned: every row's newest token sits in the same column, so one forward pass appends to all of them.
-Everything here belongs to one version of the weights; the engine clears it when new weights arrive.
+One pool of tokens in every layer; each sequence owns a region of it and fills it from the left. Everything in it
+belongs to one version of the weights; the engine clears it when new weights arrive.
 """
 
-from collections import OrderedDict
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from dockyard.sequences import common_prefix
+from dockyard.config import EngineConfig
+from dockyard.engine.regions import Finished, Known, Region, Regions, rounded_up
 from dockyard.types import IntArray
 
-_SPARE_COLUMNS = 64  # room to append before the buffers are laid out anew
+SCRATCH = Region(0, 16)
+"""Belongs to nobody: where a pass writes whose batch is larger than its requests."""
+_FIRST_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,159 +30,152 @@ class KVShape:
     device: torch.device
     dtype: torch.dtype
 
-
-class KVRows:
-    """A batch of right-aligned rows. `end` is one past the newest column; row i begins at column `starts[i]`."""
-
-    def __init__(self, shape: KVShape) -> None:
-        self._shape = shape
-        self._layers: list[Tensor] = [self._empty(0, 0) for _ in range(shape.num_layers)]
-        self.starts: list[int] = []
-        self.end = 0
-
-    def _empty(self, rows: int, columns: int) -> Tensor:
-        size = (2, rows, self._shape.num_heads, columns, self._shape.head_dim)
-        return torch.zeros(size, device=self._shape.device, dtype=self._shape.dtype)
-
-    def add(self, lengths: list[int], prefixes: "list[Prefix | None]") -> None:
-        """Append rows of these total lengths; the known beginning of each is copied in, the rest is to be written."""
-        rows, end = len(self.starts) + len(lengths), max(self.end, *lengths)
-        _, row_capacity, _, column_capacity, _ = self._layers[0].shape
-        if end > self.end or rows > row_capacity or end > column_capacity:
-            self._lay_out(rows, max(self._width(), *lengths))
-        for length, prefix in zip(lengths, prefixes, strict=True):
-            row, start = len(self.starts), self.end - length
-            self.starts.append(start)
-            if prefix is not None:
-                for layer, known in zip(self._layers, prefix.layers, strict=True):
-                    layer[:, row, :, start : start + prefix.length] = known[:, :, : prefix.length]
-
-    def grow(self) -> None:
-        """Make room for one more token in every row."""
-        if self.end == self._layers[0].shape[3]:
-            self._lay_out(len(self.starts), self._width())
-        self.end += 1
-
-    def _width(self) -> int:
-        return self.end - min(self.starts, default=self.end)
-
-    def _lay_out(self, rows: int, end: int) -> None:
-        """Move to new buffers with room for this many rows, the present ones ending at this column."""
-        used, width = len(self.starts), self._width()
-        row_capacity = max(rows, self._layers[0].shape[1])
-        for index, old in enumerate(self._layers):
-            new = self._empty(row_capacity, end + _SPARE_COLUMNS)
-            new[:, :used, :, end - width : end] = old[:, :used, :, self.end - width : self.end]
-            self._layers[index] = new
-        self.starts = [start + end - self.end for start in self.starts]
-        self.end = end
-
-    def remove(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
-        last = len(self.starts) - 1
-        if row != last:
-            for layer in self._layers:
-                layer[:, row] = layer[:, last]
-            self.starts[row] = self.starts[last]
-        self.starts.pop()
-
-    def extract(self, row: int) -> list[Tensor]:
-        """A copy of one row's keys and values, per layer `[2, heads, tokens, dim]`."""
-        return [layer[:, row, :, self.starts[row] : self.end].clone() for layer in self._layers]
-
-    def window(self, first_row: int, columns: slice, valid: Tensor) -> "KVWindow":
-        """What one forward pass over rows `first_row:` and these columns reads and writes."""
-        return KVWindow(self._layers, slice(first_row, len(self.starts)), columns, valid)
-
-
-class KVWindow:
-    """The cache object a transformers model sees: writes the new tokens' columns, returns all columns up to them."""
-
-    def __init__(self, layers: list[Tensor], rows: slice, columns: slice, valid: Tensor) -> None:
-        self._layers = layers
-        self._rows = rows
-        self._columns = columns
-        self._valid = None if bool(valid.all()) else valid[:, None, :, None]
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        layer = self._layers[layer_idx][:, self._rows]
-        for known, new in zip(layer, (keys, values), strict=True):
-            target = known[:, :, self._columns]
-            # Padded positions of a short prompt overlap the known beginning of its row, which must stay.
-            target.copy_(new if self._valid is None else torch.where(self._valid, new, target))
-        seen = layer[:, :, :, : self._columns.stop]
-        return seen[0], seen[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._columns.start
-
-
-def grouped_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **unused: Any
-) -> tuple[Tensor, None]:
-    """Attention for transformers models that never copies keys and values for grouped queries while decoding.
-
-    The query heads that share a key head become that head's query positions.
-    """
-    batch, heads, length, dim = query.shape
-    groups = heads // key.shape[1]
-    if length == 1:
-        out = scaled_dot_product_attention(
-            query.reshape(batch, -1, groups, dim), key, value, attn_mask=attention_mask, scale=scaling
-        )
-    else:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """The known beginning of a prompt."""
+class PoolSize:
+    """In tokens."""
 
-    length: int
-    layers: list[Tensor]
-
-
-class PrefixCache:
-    """Keys and values of recent sequences, oldest forgotten first. A new prompt takes its longest known beginning."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._known: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+    first: int
+    """When the first request comes."""
+    most: int
+    finished: int
+    """Of sequences that stay after their request."""
 
     @property
-    def enabled(self) -> bool:
-        return self._max_bytes > 0
+    def longest(self) -> int:
+        """Of a sequence that has the pool to itself."""
+        return max(0, self.most - SCRATCH.size)
 
-    def put(self, ids: IntArray, layers: list[Tensor]) -> None:
-        self._forget(ids.tobytes())
-        self._known[ids.tobytes()] = layers
-        self._bytes += _num_bytes(layers)
-        while self._bytes > self._max_bytes:
-            self._forget(next(iter(self._known)))
 
-    def _forget(self, key: bytes) -> None:
-        if (layers := self._known.pop(key, None)) is not None:
-            self._bytes -= _num_bytes(layers)
+def pool_size(shape: KVShape, config: EngineConfig) -> PoolSize:
+    """A GPU's pool begins large: what is recorded there is recorded again when it grows."""
+    most_bytes = _automatic_bytes(shape.device) if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30)
+    most = most_bytes // shape.token_bytes // SCRATCH.size * SCRATCH.size
+    first = min(config.max_batch * _FIRST_TOKENS, most // 4) if shape.device.type == "cuda" else _FIRST_TOKENS
+    finished = 0 if config.deterministic else config.prefix_cache_mb * 2**20 // shape.token_bytes
+    return PoolSize(first=min(rounded_up(first), most), most=most, finished=finished)
 
-    def find(self, ids: IntArray) -> Prefix | None:
-        """The longest beginning of `ids` whose keys and values are known; never all of it: one token must be run."""
-        best, best_length = None, 0
-        for key in self._known:
-            length = common_prefix(np.frombuffer(key, dtype=np.int32), ids[:-1])
-            if length > best_length:
-                best, best_length = key, length
-        if best is None:
+
+def _automatic_bytes(device: torch.device) -> int:
+    """Half of the memory that is free on a GPU, or that a machine has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class Pool:
+    """Hands out regions. It grows as far as it may, then forgets finished sequences."""
+
+    def __init__(self, shape: KVShape, size: PoolSize) -> None:
+        self.shape = shape
+        self._size = size
+        self.layers: list[Tensor] = [self._empty(0) for _ in range(shape.num_layers)]
+        """Of each layer `[keys and values, tokens, heads, dim]`."""
+        self.num_moves = 0
+        """How often the layers were laid out anew: whatever remembers their addresses is void."""
+        self._regions = Regions()
+        self._finished = Finished()
+        self._begin()
+
+    @property
+    def finished(self) -> Iterable[Known]:
+        return self._finished
+
+    @property
+    def num_tokens(self) -> int:
+        """As it is laid out now."""
+        return self._regions.size
+
+    @property
+    def num_free(self) -> int:
+        return self._regions.num_free
+
+    def take(self, num_tokens: int, *, besides: Known | None = None) -> Region | None:
+        """Room for a sequence, or None. Finished sequences may be forgotten for it, `besides` is not."""
+        while (region := self._regions.take(num_tokens)) is None:
+            if not self._grow(rounded_up(num_tokens)) and not self._forget_oldest(besides):
+                return None
+        return region
+
+    def resize(self, region: Region, used: int, num_tokens: int) -> Region | None:
+        """Room for a longer sequence whose first `used` tokens are in this region, or None, and it stays its own."""
+        if (longer := self._regions.extend(region, num_tokens)) is not None:
+            return longer
+        if (longer := self.take(num_tokens)) is None:
             return None
-        self._known.move_to_end(best)
-        return Prefix(best_length, self._known[best])
+        self.copy(region, longer, used)
+        self.give_back(region)
+        return longer
+
+    def copy(self, source: Region, target: Region, num_tokens: int) -> None:
+        """The first tokens of one region to the beginning of another."""
+        for layer in self.layers:
+            known = layer[:, source.start : source.start + num_tokens]
+            layer[:, target.start : target.start + num_tokens] = known
+
+    def give_back(self, region: Region) -> None:
+        self._regions.give_back(region)
+
+    def keep(self, ids: IntArray, region: Region) -> None:
+        """This sequence's request is done; prompts that begin like it may come."""
+        if len(ids) == 0 or self._size.finished < rounded_up(len(ids)):
+            self.give_back(region)
+            return
+        self._finished.add(Known(ids, self._regions.shrink(region, len(ids))))
+        while self._finished.num_tokens > self._size.finished:
+            self._forget_oldest(None)
+
+    def touch(self, known: Known) -> None:
+        """A finished sequence was of use."""
+        self._finished.touch(known)
+
+    def withdraw(self, known: Known) -> None:
+        """A finished sequence goes on: its region is the caller's now."""
+        self._finished.remove(known)
 
     def clear(self) -> None:
-        self._known.clear()
-        self._bytes = 0
+        """Forget everything, whoever owns it."""
+        self._finished.clear()
+        self._regions = Regions()
+        self._begin()
 
+    def _begin(self) -> None:
+        size = min(layer.shape[1] for layer in self.layers)
+        self._regions.grow(size)
+        if size:
+            self._regions.take(SCRATCH.size)
 
-def _num_bytes(layers: list[Tensor]) -> int:
-    return sum(layer.numel() * layer.element_size() for layer in layers)
+    def _grow(self, num_tokens: int) -> bool:
+        """Lay out a larger pool, with a hole of this size if it may be that large. False when it cannot be larger."""
+        old = self._regions.size
+        size = min(max(2 * old, (old or SCRATCH.size) + num_tokens, self._size.first), self._size.most)
+        if size <= old:
+            return False
+        try:
+            for index, layer in enumerate(self.layers):
+                self.layers[index] = self._empty(size)
+                self.layers[index][:, :old] = layer[:, :old]
+        except torch.OutOfMemoryError:  # the layers that did grow are larger than needed, which does no harm
+            return False
+        finally:
+            self.num_moves += 1
+        self._regions.grow(size)
+        if old == 0:
+            self._regions.take(SCRATCH.size)
+        return True
+
+    def _empty(self, num_tokens: int) -> Tensor:
+        """Zeros: what nobody has written yet may be multiplied by 0, and must not be infinite."""
+        size = (2, num_tokens, self.shape.num_heads, self.shape.head_dim)
+        return torch.zeros(size, device=self.shape.device, dtype=self.shape.dtype)
+
+    def _forget_oldest(self, besides: Known | None) -> bool:
+        if (known := self._finished.oldest(besides)) is None:
+            return False
+        self._finished.remove(known)
+        self.give_back(known.region)
+        return True

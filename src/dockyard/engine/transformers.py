@@ -5,65 +5,28 @@ under the old ones is thrown away, and requests in flight run their tokens so fa
 """
 
 import asyncio
-import random
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from transformers import AttentionInterface
 
 from dockyard.config import EngineConfig
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.kv import KVRows, KVShape, Prefix, PrefixCache, grouped_attention
-from dockyard.engine.weights import load_adapter
+from dockyard.engine.batch import Batch, Counts, Row
+from dockyard.engine.kv import KVShape, Pool, pool_size
+from dockyard.engine.pooled import PooledModel
+from dockyard.engine.steps import steps_for
+from dockyard.engine.weights import load_weights
 from dockyard.errors import EngineError
-from dockyard.sequences import common_prefix
-from dockyard.types import Finish, IntArray
-
-_PREFILL_COLUMNS = 2048  # longer prompts are run in pieces, so that their attention mask stays small
-_PREFILL_TOKENS = 8192  # positions in one prefill pass, padding included
-_WORTH_WAITING = 16  # tokens two waiting prompts must share before one waits for the other's keys and values
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One request on its way."""
-
-    request: GenerateRequest
-    future: "Future[Generation]"
-    random: random.Random
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-
-    @property
-    def context(self) -> IntArray:
-        return np.concatenate([self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)])
-
-    @property
-    def finish(self) -> Finish | None:
-        if self.token_ids and self.token_ids[-1] in self.request.stop_ids:
-            return Finish.STOP
-        return Finish.LENGTH if len(self.token_ids) == self.request.max_new_tokens else None
-
-    def generation(self, finish: Finish) -> Generation:
-        return Generation(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            finish=finish,
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Publish:
-    adapter_dir: Path
+    folder: Path
     version: int
     done: "Future[None]"
 
@@ -81,19 +44,16 @@ class TransformersEngine:
     def __init__(self, model: Any, config: EngineConfig, version: int = 0) -> None:
         text = model.config.get_text_config()
         _refuse_unknown_attention(text)
-        AttentionInterface.register("dockyard", grouped_attention)
-        model.set_attn_implementation("dockyard")
-        self._model = model.eval()
         self._version = version
-        self._context_length = min(config.context_length or text.max_position_embeddings, text.max_position_embeddings)
-        self._max_batch = 1 if config.deterministic else config.max_batch
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self._shape = KVShape(text.num_hidden_layers, text.num_key_value_heads, head_dim, model.device, model.dtype)
-        self._prefixes = PrefixCache(0 if config.deterministic else config.prefix_cache_mb * 2**20)
-        self._inbox: SimpleQueue[_Row | _Publish | _Close] = SimpleQueue()
-        self._waiting: list[_Row] = []
-        self._rows: list[_Row] = []
-        self._kv = KVRows(self._shape)
+        shape = _kv_shape(model, text)
+        size = pool_size(shape, config)
+        self._context_length = _context_length(config, text.max_position_embeddings, size.longest)
+        max_batch = 1 if config.deterministic else config.max_batch
+        self._model = PooledModel(model.eval(), Pool(shape, size))
+        steps = steps_for(self._model, shape, max_batch, self._context_length)
+        self._batch = Batch(self._model, steps, max_batch, version, shares=size.finished > 0)
+        self._stream = _own_stream(shape.device)
+        self._inbox: SimpleQueue[Row | _Publish | _Close] = SimpleQueue()
         self._death: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name="dockyard-engine", daemon=True)
         self._thread.start()
@@ -110,18 +70,16 @@ class TransformersEngine:
     def down_s(self) -> float:
         return 0.0
 
+    @property
+    def counts(self) -> Counts:
+        """What it has done so far."""
+        return self._batch.counts
+
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
         room = self._context_length - len(request.prompt_ids)
         if room < 1:
             return ContextOverflow(prompt_tokens=len(request.prompt_ids), context_length=self._context_length)
-        clamped = GenerateRequest(
-            prompt_ids=request.prompt_ids.astype(np.int32),
-            max_new_tokens=min(request.max_new_tokens, room),
-            temperature=request.temperature,
-            stop_ids=request.stop_ids,
-            seed=request.seed,
-        )
-        row = _Row(clamped, Future(), random.Random(request.seed))
+        row = Row(request, max(1, min(request.max_new_tokens, room)))
         self._send(row)
         return await asyncio.wrap_future(row.future)
 
@@ -134,7 +92,7 @@ class TransformersEngine:
         self._inbox.put(_Close())
         await asyncio.to_thread(self._thread.join)
 
-    def _send(self, message: "_Row | _Publish") -> None:
+    def _send(self, message: "Row | _Publish") -> None:
         self._inbox.put(message)
         # Only now: whoever died before this line is seen here, and whoever dies after it answers what is in the inbox.
         if self._death is not None:
@@ -144,11 +102,10 @@ class TransformersEngine:
 
     def _serve(self) -> None:
         try:
-            with torch.inference_mode():
+            # On a stream of its own: on the usual one each token would wait for all that the trainer has queued there.
+            with torch.no_grad(), torch.cuda.stream(self._stream):
                 while self._take_messages():
-                    self._drop_cancelled()
-                    self._admit()
-                    self._decode()
+                    self._batch.advance()
         except Exception as error:  # whatever stopped the thread must reach those who wait for it
             death = EngineError(f"the embedded engine stopped: {error!r}", hint="run again with --debug")
             death.__cause__ = error
@@ -158,20 +115,20 @@ class TransformersEngine:
 
     def _die(self, error: EngineError) -> None:
         self._death = error
-        pending: list[_Row | _Publish | _Close] = [*self._rows, *self._waiting]
+        self._batch.fail(error)
         while True:
             try:
-                pending.append(self._inbox.get_nowait())
+                message = self._inbox.get_nowait()
             except Empty:
-                break
-        for item in pending:
-            future = item.future if isinstance(item, _Row) else item.done if isinstance(item, _Publish) else None
-            if future is not None and _is_awaited(future):
-                future.set_exception(error)
+                return
+            if isinstance(message, Row):
+                message.fail(error)
+            elif isinstance(message, _Publish) and message.done.set_running_or_notify_cancel():
+                message.done.set_exception(error)
 
     def _take_messages(self) -> bool:
         """Read the inbox, waiting only when there is nothing to decode. False when the engine is to end."""
-        block = not self._rows and not self._waiting
+        block = self._batch.idle
         while True:
             try:
                 message = self._inbox.get(block=block)
@@ -182,158 +139,46 @@ class TransformersEngine:
             if isinstance(message, _Publish):
                 self._load(message)
             else:
-                self._waiting.append(message)
+                self._batch.add(message)
             block = False
 
     def _load(self, message: _Publish) -> None:
-        self._prefixes.clear()
-        self._waiting = [*self._rows, *self._waiting]
-        self._rows, self._kv = [], KVRows(self._shape)
+        awaited = message.done.set_running_or_notify_cancel()  # from here on it can no longer be cancelled
         try:
-            self._model = load_adapter(self._model, message.adapter_dir)
+            model = load_weights(self._model.model, message.folder)
         except Exception as error:  # the caller of publish is told; the old weights stay
-            if _is_awaited(message.done):
+            self._batch.start_over(self._model.model, self._version)
+            if awaited:
                 message.done.set_exception(error)
             return
         self._version = message.version
-        if _is_awaited(message.done):
+        self._batch.start_over(model, message.version)
+        if awaited:
             message.done.set_result(None)
 
-    def _drop_cancelled(self) -> None:
-        self._waiting = [row for row in self._waiting if not row.future.cancelled()]
-        for index in reversed(range(len(self._rows))):
-            if self._rows[index].future.cancelled():
-                self._remove(index)
 
-    def _remove(self, index: int) -> None:
-        self._kv.remove(index)
-        last = self._rows.pop()
-        if index < len(self._rows):
-            self._rows[index] = last
-
-    def _admit(self) -> None:
-        """Run the prompts of waiting requests, as many as fit."""
-        if self._waiting and not self._rows:
-            self._kv = KVRows(self._shape)  # or where rows stood before would show in the last digits
-        while self._waiting and len(self._rows) < self._max_batch:
-            self._prefill(*self._choose())
-
-    def _choose(self) -> tuple[list[_Row], list[Prefix | None]]:
-        """Which waiting requests to run next: prompts that begin alike wait for the first of them."""
-        chosen: list[_Row] = []
-        prefixes: list[Prefix | None] = []
-        widest = 0
-        for row in self._waiting:
-            context = row.context
-            prefix = self._prefixes.find(context)
-            known = prefix.length if prefix else 0
-            shared = max((common_prefix(other.context, context[:-1]) for other in chosen), default=0)
-            if self._prefixes.enabled and shared > known + _WORTH_WAITING:
-                continue
-            widest = max(widest, len(context) - known)
-            full = len(self._rows) + len(chosen) >= self._max_batch or widest * (len(chosen) + 1) > _PREFILL_TOKENS
-            if chosen and full:
-                break
-            chosen.append(row)
-            prefixes.append(prefix)
-        self._waiting = [row for row in self._waiting if row not in chosen]
-        return chosen, prefixes
-
-    def _prefill(self, rows: list[_Row], prefixes: list[Prefix | None]) -> None:
-        contexts = [row.context for row in rows]
-        known = [prefix.length if prefix else 0 for prefix in prefixes]
-        width = max(len(context) - skip for context, skip in zip(contexts, known, strict=True))
-        ids = np.zeros((len(rows), width), dtype=np.int64)
-        valid = np.zeros((len(rows), width), dtype=np.bool_)
-        for index, (context, skip) in enumerate(zip(contexts, known, strict=True)):
-            ids[index, width - (len(context) - skip) :] = context[skip:]
-            valid[index, width - (len(context) - skip) :] = True
-        first_row = len(self._rows)
-        self._kv.add([len(context) for context in contexts], prefixes)
-        self._rows += rows
-        logits = self._run(first_row, ids, valid)
-        for index, (context, skip) in enumerate(zip(contexts, known, strict=True)):
-            if self._prefixes.enabled and skip < len(context) - 1:
-                self._prefixes.put(context, self._kv.extract(first_row + index))
-        self._sample(first_row, logits)
-
-    def _decode(self) -> None:
-        if not self._rows:
-            return
-        self._kv.grow()
-        ids = np.array([[row.token_ids[-1]] for row in self._rows], dtype=np.int64)
-        self._sample(0, self._run(0, ids, np.ones_like(ids, dtype=np.bool_)))
-
-    def _run(self, first_row: int, ids: np.ndarray, valid: np.ndarray) -> Tensor:
-        """The last column's logits of the rows from `first_row` on, whose last columns hold these tokens."""
-        device = self._shape.device
-        ids_BT, valid_BT = torch.from_numpy(ids).to(device), torch.from_numpy(valid).to(device)
-        starts_B1 = torch.tensor(self._kv.starts[first_row:], device=device)[:, None]
-        width, end = ids.shape[1], self._kv.end
-        logits = torch.empty(0)
-        for left in range(0, width, _PREFILL_COLUMNS):
-            part = slice(left, min(left + _PREFILL_COLUMNS, width))
-            columns = slice(end - width + part.start, end - width + part.stop)
-            queries_T = torch.arange(columns.start, columns.stop, device=device)
-            keys_S = torch.arange(columns.stop, device=device)
-            causal_TS = keys_S <= queries_T[:, None]
-            own_TS = keys_S == queries_T[:, None]  # a padded position sees itself, or its softmax would be NaN
-            mask_BTS = (causal_TS & (keys_S >= starts_B1[:, :, None])) | own_TS
-            window = self._kv.window(first_row, columns, valid_BT[:, part])
-            logits = self._model(
-                input_ids=ids_BT[:, part],
-                attention_mask=mask_BTS[:, None],
-                position_ids=(queries_T - starts_B1).clamp(min=0),
-                past_key_values=window,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-        return logits[:, -1].float()
-
-    def _sample(self, first_row: int, logits_BV: Tensor) -> None:
-        rows = self._rows[first_row:]
-        draws = [row.random.random() for row in rows]
-        token_ids, logprobs = sample(logits_BV, [row.request.temperature for row in rows], draws)
-        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
-            row.versions.append(self._version)
-        for index in reversed(range(first_row, len(self._rows))):
-            row = self._rows[index]
-            if (finish := row.finish) is not None:
-                self._finish(index, row, finish)
-
-    def _finish(self, index: int, row: _Row, finish: Finish) -> None:
-        if self._prefixes.enabled:
-            # The last token was sampled but never run, so its keys and values are not there.
-            self._prefixes.put(row.context[:-1], self._kv.extract(index))
-        self._remove(index)
-        if _is_awaited(row.future):
-            row.future.set_result(row.generation(finish))
+def _context_length(config: EngineConfig, model_length: int, pool_length: int) -> int:
+    wish = min(config.context_length or model_length, model_length)
+    if config.context_length is not None and pool_length < wish:
+        raise EngineError(
+            f"`engine.context_length` is {wish:,} tokens, and there is memory for keys and values of {pool_length:,}",
+            hint=f"`--engine.context_length {pool_length}`, or more memory by `--engine.kv_cache_gb`",
+        )
+    return min(wish, pool_length)
 
 
-def _is_awaited(future: "Future[Any]") -> bool:
-    """Whether to answer. From here on it can no longer be cancelled, which would break the answering thread."""
-    return future.set_running_or_notify_cancel()
+def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """One that goes on from where the weights are ready."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
-def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> tuple[list[int], list[float]]:
-    """Draw one token a row by inverting its cumulative distribution at a number in [0, 1).
-
-    Returns the tokens and their logprobs under the distribution they were drawn from, which is certain (0) for
-    temperature 0.
-    """
-    greedy_B = torch.tensor([temperature == 0 for temperature in temperatures], device=logits_BV.device)
-    scale_B1 = torch.tensor([[temperature or 1.0] for temperature in temperatures], device=logits_BV.device)
-    logprobs_BV = torch.log_softmax(logits_BV / scale_B1, dim=-1)
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    draws_B1 = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)[:, None]
-    drawn_B1 = torch.searchsorted(cumulative_BV, draws_B1 * cumulative_BV[:, -1:], right=True)
-    ids_B1 = torch.where(
-        greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), drawn_B1.clamp(max=logits_BV.shape[1] - 1)
-    )
-    logprobs_B = logprobs_BV.gather(1, ids_B1)[:, 0].masked_fill(greedy_B, 0.0)
-    return ids_B1[:, 0].tolist(), logprobs_B.tolist()
+def _kv_shape(model: Any, text: Any) -> KVShape:
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return KVShape(text.num_hidden_layers, text.num_key_value_heads, head_dim, model.device, model.dtype)
 
 
 def _refuse_unknown_attention(text_config: Any) -> None:

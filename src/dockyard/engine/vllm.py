@@ -21,6 +21,11 @@ async def connect_vllm(server: Server, config: EngineConfig, wanted: Wanted) -> 
     return await open_checked(server, VLLMWire(), config, wanted, logprobs_hint=flag)
 
 
+def max_rank(rank: int) -> int:
+    """The value of `--max-lora-rank` for adapters of this rank."""
+    return next((known for known in _RANKS if known >= rank), rank)
+
+
 class VLLMWire:
     """Implements `Wire`."""
 
@@ -66,10 +71,9 @@ class VLLMWire:
         return answer.status == 404
 
     def command(self, model: str, rank: int) -> str:
-        largest = next((known for known in _RANKS if known >= rank), rank)
         # vLLM before 0.30 knows no `--enable-scale-out` and needs none.
         return (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --enable-lora --max-lora-rank {largest} "
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --enable-lora --max-lora-rank {max_rank(rank)} "
             "--logprobs-mode processed_logprobs --enable-scale-out"
         )
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dockyard.config import ModelConfig
+from dockyard.engine.four_bit import four_bit_config, keep_layout, quant_states
 from dockyard.engine.model_dir import hub_name
 from dockyard.errors import DockyardError, EngineError
 
@@ -31,13 +32,17 @@ def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
-def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False) -> Any:
-    """The causal language model in this folder, on its device. `as_stored` keeps the number format of its files."""
+def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False, four_bit: bool = False) -> Any:
+    """The causal language model in this folder, on its device.
+
+    `as_stored` keeps the number format of its files; `four_bit` quantises its linear layers but the head.
+    """
     device = resolve_device(config)
-    dtype = "auto" if as_stored else resolve_dtype(config, device)
+    dtype = resolve_dtype(config, device)
     transformers_logging.disable_progress_bar()
+    quantised = {"quantization_config": four_bit_config(dtype), "device_map": {"": device}} if four_bit else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if as_stored else dtype, **quantised)
     except Exception as error:  # transformers raises whatever its parts raise; the folder is what the user can change
         raise DockyardError(
             f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
@@ -45,13 +50,28 @@ def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False) ->
         ) from error
     # What PEFT writes into adapters as the name of their base: others find it by the Hub's, not by a folder here.
     model.config.name_or_path = model.name_or_path = hub_name(config.name) or str(folder.absolute())
-    return cast(Any, model).to(device)
+    keep_layout(model)
+    return model if four_bit else cast(Any, model).to(device)
 
 
 def share_weights(model: Any) -> Any:
-    """A second model over the same base weights, which are frozen. Only what is trained is copied."""
-    shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    """A second model over the same frozen weights. Only what is trained is copied, be it everything."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    shared = [*frozen, *model.buffers(), *quant_states(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
+
+
+def load_weights(model: Any, folder: Path) -> Any:
+    """The model with the weights in this folder in place of the ones it had: a LoRA adapter's, or all."""
+    if (folder / "adapter_config.json").is_file():
+        return load_adapter(model, folder)
+    if (folder / "config.json").is_file():
+        _copy_weights(folder, model)
+        return model
+    raise EngineError(
+        f"`{folder}` holds no adapter and no model",
+        hint="an adapter folder is what PEFT's save writes, a model folder what transformers' does",
+    )
 
 
 def load_adapter(model: Any, adapter_dir: Path) -> Any:
@@ -63,6 +83,21 @@ def load_adapter(model: Any, adapter_dir: Path) -> Any:
         set_peft_model_state_dict(model, weights)
         return model
     return PeftModel.from_pretrained(model, str(adapter_dir)).eval()
+
+
+def _copy_weights(folder: Path, model: Any) -> None:
+    """Into the very tensors that the model has. transformers reads them: its files may have other names than they."""
+    transformers_logging.disable_progress_bar()
+    with torch.inference_mode(False), torch.no_grad():
+        saved = dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+        own = dict(model.named_parameters())
+        if {name: tensor.shape for name, tensor in saved.items()} != {name: t.shape for name, t in own.items()}:
+            raise EngineError(
+                f"the model in `{folder}` has other weights than `{model.config.model_type}` here",
+                hint="choose a folder of the same model",
+            )
+        for name, tensor in saved.items():
+            own[name].copy_(tensor)
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ exactly when `j <= i < ends[j]`. Logprobs and gradients equal those of the seque
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,12 +32,14 @@ class Example:
 class Row:
     """One forward pass. The arrays after `ends` have one entry per trained token."""
 
+    start: int = 0
+    """How many tokens come before it, which were run by themselves (`rl/trees.py`)."""
     token_ids: IntArray
     positions: IntArray
     ends: IntArray
     """One past the last token that begins with this one's prefix."""
     sources: IntArray
-    """Index in the row of the token that predicts the target."""
+    """Index of the token that predicts the target, counted with those before the row."""
     targets: IntArray
     """Token ids."""
     old_logprobs: FloatArray
@@ -53,29 +56,49 @@ def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
     A longer sequence has a row of its own, which takes in others that add little to it: agents' first prompts alone may
     be longer than a row, and are the same in every rollout.
     """
-    ordered = sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
-    rows: list[list[Example]] = []
+    ordered = in_order(examples)
+    return lay_out(ordered, divide(*sizes(ordered), max_tokens))
+
+
+def in_order(examples: Sequence[Example]) -> list[Example]:
+    """Those that begin alike beside each other."""
+    return sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
+
+
+def sizes(ordered: Sequence[Example]) -> tuple[list[int], list[int]]:
+    """How long each is, and how much of it the one before begins with too."""
+    lengths = [len(example.token_ids) for example in ordered]
+    shared = [common_prefix(one.token_ids, other.token_ids) for one, other in pairwise(ordered)]
+    return lengths, [0, *shared][: len(lengths)]
+
+
+def divide(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Which of them make a row: from the first one's index to one past the last one's."""
+    starts: list[int] = []
     size = room = 0
-    for index, example in enumerate(ordered):
-        shared = common_prefix(ordered[index - 1].token_ids, example.token_ids) if index else 0
-        if not rows or size + len(example.token_ids) - shared > room:
-            rows.append([])
-            size, shared = 0, 0
-            length = len(example.token_ids)
+    for index, length in enumerate(lengths):
+        new = length - shared[index]
+        if not starts or size + new > room:
+            starts.append(index)
+            size, new = 0, length
             room = max_tokens if length <= max_tokens else length + max_tokens // 4
-        rows[-1].append(example)
-        size += len(example.token_ids) - shared
-    return [_row(members) for members in rows]
+        size += new
+    return list(pairwise([*starts, len(lengths)]))
 
 
-def _row(examples: list[Example]) -> Row:
+def lay_out(ordered: Sequence[Example], bounds: Sequence[tuple[int, int]], start: int = 0) -> list[Row]:
+    """These rows, without the first `start` tokens, which are the same in all of them."""
+    return [_row(ordered[first:last], start) for first, last in bounds]
+
+
+def _row(examples: Sequence[Example], start: int) -> Row:
     """Lay sorted sequences out as a trie: each adds only what follows its common beginning with the one before."""
     tokens, positions, ends = np.zeros((3, sum(len(example.token_ids) for example in examples)), dtype=np.int32)
-    path: IntArray = np.zeros(0, dtype=np.int32)  # where each token of the present sequence stands in the row
+    path = np.arange(start, dtype=np.int32)  # where each token of the present sequence stands in the row
     paths: list[IntArray] = []
-    size = 0
+    size = start
     for index, example in enumerate(examples):
-        shared = common_prefix(examples[index - 1].token_ids, example.token_ids) if index else 0
+        shared = common_prefix(examples[index - 1].token_ids, example.token_ids) if index else start
         ends[path[shared:]] = size
         new = len(example.token_ids) - shared
         tokens[size : size + new] = example.token_ids[shared:]
@@ -85,9 +108,10 @@ def _row(examples: list[Example]) -> Row:
         size += new
     ends[path] = size
     return Row(
-        token_ids=tokens[:size],
-        positions=positions[:size],
-        ends=ends[:size],
+        start=start,
+        token_ids=tokens[start:size],
+        positions=positions[start:size],
+        ends=ends[start:size] - start,
         sources=np.concatenate([path[example.targets - 1] for path, example in zip(paths, examples, strict=True)]),
         targets=np.concatenate([example.token_ids[example.targets] for example in examples]),
         old_logprobs=np.concatenate([_old_logprobs(example) for example in examples]),
@@ -103,5 +127,5 @@ def _old_logprobs(example: Example) -> FloatArray:
     return example.old_logprobs.astype(np.float32)
 
 
-def _per_target(examples: list[Example], values: list[float]) -> FloatArray:
+def _per_target(examples: Sequence[Example], values: list[float]) -> FloatArray:
     return np.repeat(np.array(values, dtype=np.float32), [len(example.targets) for example in examples])

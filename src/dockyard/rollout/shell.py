@@ -15,6 +15,7 @@ from harbor.agents.capabilities import AgentCapabilities
 from harbor.models.trajectories import Agent, Step, Trajectory
 
 from dockyard import __version__
+from dockyard.rollout.one_command import one_command, rule
 
 API_KEY_VARIABLE = "DOCKYARD_API_KEY"  # named so that Harbor keeps its value out of the trial's files
 SYSTEM_PROMPT = "You are a shell agent. Reply with one bash command in a ```bash code block and nothing else."
@@ -22,6 +23,7 @@ _FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
 MAX_TURNS = 8
 _MAX_OUTPUT = 4000
 _MERGED = "exec 2>&1\n"  # both outputs in order, in every environment; on a line of its own, whatever follows
+_NOT_RUN = "exit code 126"  # as a shell has it for what it may not run
 _NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tokens_limit_reached")
 
 
@@ -38,13 +40,18 @@ class ShellAgent(BaseAgent):
         system_prompt: str = SYSTEM_PROMPT,
         examples: list[list[str]] | None = None,
         command_timeout_s: int = 30,
+        commands: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """`examples` are pairs of a request and the reply to it, shown before the task."""
+        """`examples` are pairs of a request and the reply to it, shown before the task.
+
+        With `commands`, a turn is one of these and its words: nothing that a shell would expand or chain is run.
+        """
         super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
         self._url = f"{gateway_url}/chat/completions"
         self._max_turns = max_turns
         self._command_timeout_s = command_timeout_s
+        self._commands = commands
         self._history = [_message("system", system_prompt)]
         for request, reply in examples or []:
             self._history += [_message("user", request), _message("assistant", reply)]
@@ -81,10 +88,16 @@ class ShellAgent(BaseAgent):
             command = _FENCED.search(await self._ask(client) or "")
             if command is None:
                 return
-            result = await environment.exec(f"{_MERGED}{command[1]}", timeout_sec=self._command_timeout_s)
-            output = f"{result.stdout or ''}{result.stderr or ''}"[-_MAX_OUTPUT:]
-            shown = f"exit code {result.return_code}\n{output}".strip()
-            self._history.append(_message("user", shown))
+            self._history.append(_message("user", await self._outcome(command[1], environment)))
+
+    async def _outcome(self, text: str, environment: BaseEnvironment) -> str:
+        """What the model is shown of a command it gave."""
+        command = text if self._commands is None else one_command(text, self._commands)
+        if command is None:
+            return f"{_NOT_RUN}\n{rule(self._commands or [])}"
+        result = await environment.exec(f"{_MERGED}{command}", timeout_sec=self._command_timeout_s)
+        output = f"{result.stdout or ''}{result.stderr or ''}"[-_MAX_OUTPUT:]
+        return f"exit code {result.return_code}\n{output}".strip()
 
     async def _ask(self, client: aiohttp.ClientSession) -> str | None:
         """The model's reply, None when it may not be asked any more."""

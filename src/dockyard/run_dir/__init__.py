@@ -1,7 +1,7 @@
 """The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
-task-list.json  backend/  trackers/
+task-list.json  backend/  trackers/  engine.log
 rollouts/step-00003.jsonl  rollouts/eval-{00003,before,after}.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
 """
@@ -81,7 +81,8 @@ _ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints",
 _FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
 # In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
 _ID, _SPLIT, _TRACKERS, _TASK_LIST, _BACKEND = "run.id", "split.json", "trackers", "task-list.json", "backend"
-_BESIDE = (_TRACKERS, _ID, _SPLIT, _TASK_LIST, _BACKEND)
+_ENGINE_LOG = "engine.log"
+_BESIDE = (_TRACKERS, _ID, _SPLIT, _TASK_LIST, _BACKEND, _ENGINE_LOG)
 _OURS = (*_FOLDERS, *_BESIDE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
 
 
@@ -204,6 +205,11 @@ class RunDir:
     def backend(self) -> Path:
         """Where another engine that owns the loop has its files. The caller makes the folder."""
         return backend_dir(self.path)
+
+    @property
+    def engine_log(self) -> Path:
+        """What a server that the run starts for itself says."""
+        return self.path / _ENGINE_LOG
 
     @property
     def curve(self) -> Path:

@@ -17,17 +17,19 @@ from dockyard.settings.overrides import apply_overrides, forget
 from dockyard.settings.problems import Problem, SettingsError, explain, raise_if_any
 from dockyard.settings.text import settings_by_key
 
-_EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.deterministic")
+_EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.kv_cache_gb", "engine.deterministic")
 _OF_ANY_DATASET = ("heldout", "repo", "ids", "limit", "heldout_share", "passes")
 READ_BY_SOURCE = {
     "folder": ("train", *_OF_ANY_DATASET),
     "demo": ("num_train", "num_heldout", "passes"),
+    "trail": ("num_train", "num_heldout", "passes"),
     "harbor": ("dataset", "registry", *_OF_ANY_DATASET),
     "swebench": ("dataset", "split", "map", *_OF_ANY_DATASET),
     "c2bug": ("dataset", "split", "map", "repositories", "image", *_OF_ANY_DATASET),
     "recorded": ("dataset", "heldout", "passes"),
 }
 """Which settings of `tasks` mean something to which source."""
+_OF_LAUNCH = ("engine.command", "engine.memory_share", "engine.args")
 _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
 
 
@@ -129,11 +131,12 @@ def _missing(config: RunConfig) -> list[Problem]:
                 "`--tasks.dataset PATH` names a Harbor job, a run of ours or a file of samples",
             )
         )
-    if config.engine.type != "transformers" and config.engine.url is None:
+    if config.engine.type != "transformers" and config.engine.url is None and not config.engine.launch:
         found.append(
             Problem(
                 f"`engine.url` is not set, and `engine.type` is `{config.engine.type}`",
-                "`--engine.url http://localhost:8000` names a server; `--engine.type transformers` needs none",
+                "`--engine.url http://localhost:8000` names a server; `--engine.type vllm --engine.launch true` starts "
+                "one; `--engine.type transformers` needs none",
             )
         )
     if config.grpo.overlong == "penalty" and config.grpo.overlong_length is None:
@@ -176,7 +179,7 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
         f"`tasks.source` is `{tasks.source}`": (True, _not_read(tasks.source)),
         "`tasks.heldout` is set": (tasks.heldout is not None, ("tasks.heldout_share",)),
         "no tasks are held out": (
-            tasks.source != "demo" and tasks.heldout is None and not tasks.heldout_share,
+            not tasks.holds_out,
             ("eval.samples", "eval.every", "sampling.eval_temperature", "trainer.keep_best"),
         ),
         "`eval.every` is 0": (config.eval.every == 0, ("trainer.keep_best",)),
@@ -188,7 +191,16 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
             engine.type == "transformers" and engine.deterministic,
             ("engine.max_batch", "engine.prefix_cache_mb"),
         ),
-        f"`engine.type` is `{engine.type}`": (True, _EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
+        f"`engine.type` is `{engine.type}`": (
+            True,
+            (
+                *(_EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
+                *(("engine.launch",) if engine.type != "vllm" else ()),
+            ),
+        ),
+        "`engine.launch` is true": (engine.launch, ("engine.url", "engine.model", "engine.api_key_env")),
+        "`engine.launch` is false": (not engine.launch, _OF_LAUNCH),
+        "`trainer.method` is `full`": (config.trainer.method == "full", ("trainer.lora_r", "trainer.lora_alpha")),
         **_ignored_by_the_loss(config.grpo),
     }
     return {when: keys for when, (holds, keys) in circumstances.items() if holds}

@@ -4,63 +4,15 @@ Held-out tasks share nothing with training but the kinds: their words, file name
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
-from string import Template
 
-_TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
-bucket butter button cabin candle canyon carpet castle cedar cherry chimney circle clover cobalt comet copper coral
-cotton cradle crystal dagger dragon eagle ember falcon feather fiddle forest fossil garden ginger glacier goblet granite
-hammer harvest helmet hollow honey island ivory jacket jasmine jungle kettle ladder lantern lemon linen""".split()
-_TRAIN_STEMS = """alpha backup budget cache chart colors daily draft facts first fruits goals guests hosts index input
-items labels letters main memo names notes orders output pages parts people""".split()
-_HELDOUT_WORDS = """magnet maple marble meadow mirror mitten monsoon mosaic nectar nickel oasis olive onion orchid
-oyster paddle parrot pebble pepper pillow pirate planet plum pocket pollen puzzle quartz rabbit raven ribbon river
-rocket saddle salmon silver spider spruce sunset temple thunder timber tulip tunnel turtle velvet violin
-walnut willow""".split()
-_HELDOUT_STEMS = """plans points prices quotes recipes records report results roster rules sales scores second setup
-sizes songs staff status steps stock summary tables target teams tools topics totals users values weeks words""".split()
+from dockyard.tasks.drafts import Draft, Kinds, write_generated
+from dockyard.tasks.vocabulary import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What one side of the split may say; `phrasing` picks the first or the second half of a kind's sentences."""
-
-    words: Sequence[str]
-    stems: Sequence[str]
-    heldout: bool
-
-    def pick_words(self, rng: random.Random, count: int) -> list[str]:
-        return rng.sample(self.words, count)
-
-    def pick_names(self, rng: random.Random, count: int) -> list[str]:
-        return [f"{stem}.txt" for stem in rng.sample(self.stems, count)]
-
-    def say(self, rng: random.Random, train: list[str], heldout: list[str], **values: object) -> str:
-        return Template(rng.choice(heldout if self.heldout else train)).substitute(values)
-
-
-_TRAIN = _Vocabulary(_TRAIN_WORDS, _TRAIN_STEMS, heldout=False)
-_HELDOUT = _Vocabulary(_HELDOUT_WORDS, _HELDOUT_STEMS, heldout=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """One task before it is written to disk."""
-
-    instruction: str
-    credits: dict[float, str]
-    """Shell conditions run in /app, in rising order: the last that holds gives the reward. None holds at the start."""
-    solution: str
-    files: dict[str, str] = field(default_factory=dict[str, str])
-    """What /app holds at the start."""
-
-
-def _write(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _write(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [word], [name] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 1)
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -78,9 +30,9 @@ def _write(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-def _folder(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _folder(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [folder], [left, right] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -106,9 +58,9 @@ def _folder(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-def _copy(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _copy(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [word], [old, new] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -130,9 +82,9 @@ def _copy(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-def _rename(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _rename(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [word], [old, new] = vocabulary.pick_words(rng, 1), vocabulary.pick_names(rng, 2)
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -154,10 +106,10 @@ def _rename(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-def _count(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _count(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [source, target] = vocabulary.pick_names(rng, 2)
     lines = vocabulary.pick_words(rng, rng.randint(3, 9))
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -183,11 +135,11 @@ def _count(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-def _pick(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
+def _pick(rng: random.Random, vocabulary: Vocabulary) -> Draft:
     [source, target] = vocabulary.pick_names(rng, 2)
     lines = vocabulary.pick_words(rng, rng.randint(3, 9))
     which, command, line = rng.choice([("first", "head", lines[0]), ("last", "tail", lines[-1])])
-    return _Draft(
+    return Draft(
         instruction=vocabulary.say(
             rng,
             [
@@ -215,7 +167,7 @@ def _pick(rng: random.Random, vocabulary: _Vocabulary) -> _Draft:
     )
 
 
-KINDS: dict[str, Callable[[random.Random, _Vocabulary], _Draft]] = {
+KINDS: Kinds = {
     "write": _write,
     "folder": _folder,
     "copy": _copy,
@@ -224,73 +176,7 @@ KINDS: dict[str, Callable[[random.Random, _Vocabulary], _Draft]] = {
     "pick": _pick,
 }
 
-_TASK_TOML = """\
-schema_version = "1.4"
-
-[task]
-name = "dockyard-demo/{name}"
-description = "A small shell task: {kind}"
-
-[metadata]
-kind = "{kind}"
-
-[agent]
-timeout_sec = 120
-
-[verifier]
-timeout_sec = 60
-"""
-
-_DOCKERFILE = """\
-FROM debian:bookworm-slim
-WORKDIR /app
-COPY files/ /app/
-"""
-
-_TEST_SH = """\
-#!/bin/bash
-cd /app
-reward=0
-{checks}
-echo "$reward" > /logs/verifier/reward.txt
-"""
-
 
 def write_demo_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
     """Fill `folder/train` and `folder/heldout` with Harbor tasks. The same arguments give the same tasks."""
-    for side, count, vocabulary in (("train", num_train, _TRAIN), ("heldout", num_heldout, _HELDOUT)):
-        for index, (kind, draft) in enumerate(_drafts(random.Random(f"{seed}-{side}"), vocabulary, count)):
-            name = f"{side}-{index:03}-{kind}"
-            _write_task(folder / side / name, name, kind, draft)
-
-
-def _drafts(rng: random.Random, vocabulary: _Vocabulary, count: int) -> Iterator[tuple[str, _Draft]]:
-    """The kinds in turn, no instruction twice."""
-    seen: set[str] = set()
-    kinds = cycle(KINDS.items())
-    while len(seen) < count:
-        kind, make = next(kinds)
-        draft = make(rng, vocabulary)
-        while draft.instruction in seen:
-            draft = make(rng, vocabulary)
-        seen.add(draft.instruction)
-        yield kind, draft
-
-
-def _write_task(path: Path, name: str, kind: str, draft: _Draft) -> None:
-    checks = "\n".join(f"if {condition}; then reward={credit}; fi" for credit, condition in draft.credits.items())
-    contents = {
-        "task.toml": _TASK_TOML.format(name=name, kind=kind),
-        "instruction.md": draft.instruction + "\n",
-        "environment/Dockerfile": _DOCKERFILE,
-        "environment/files/.keep": "",  # COPY needs something to copy
-        "tests/test.sh": _TEST_SH.format(checks=checks),
-        "solution/solve.sh": f"#!/bin/bash\ncd /app\n{draft.solution}\n",
-        **{f"environment/files/{file}": text for file, text in draft.files.items()},
-    }
-    for file, text in contents.items():
-        target = path / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-        if target.suffix == ".sh":
-            target.chmod(0o755)
+    write_generated(folder, "demo", KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)

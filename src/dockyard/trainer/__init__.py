@@ -1,6 +1,5 @@
 """One training run, from its settings to its summary."""
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -15,15 +14,12 @@ from dockyard.run_dir import RunDir
 from dockyard.tasks.order import with_steps
 from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import StepRecord, train
+from dockyard.trainer.method import check_method
 from dockyard.trainer.parts import Inputs, OpenLearner, open_parts
 from dockyard.trainer.progress import Progress
 from dockyard.trainer.recorded import load_groups
 from dockyard.trainer.report import draw_curve, report, summarise
 from dockyard.trainer.trackers import Trackers, check_trackers, open_trackers
-
-logger = logging.getLogger(__name__)
-
-_TIMID_LR = 1e-5
 
 
 def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner | None = None) -> None:
@@ -47,10 +43,10 @@ def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner |
 def _prepare(config: RunConfig, run: RunDir, *, weights: bool) -> Inputs:
     check_trackers(config.tracker)
     recorded = config.tasks.source == "recorded"
-    if not recorded or config.tasks.heldout:
+    attempting = not recorded or config.tasks.heldout is not None
+    check_method(config, elsewhere=not weights, attempting=attempting)
+    if attempting:
         check_run(config)
-    if 0 < config.trainer.lr < _TIMID_LR:
-        logger.warning("`trainer.lr` is %g: below %g a LoRA barely moves", config.trainer.lr, _TIMID_LR)
     model_dir = find_model(config.model.name, weights=weights)
     renderer = Renderer.load(model_dir, config.model.name)
     return Inputs(

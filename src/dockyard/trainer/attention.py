@@ -3,10 +3,15 @@
 A row is a trie in depth-first order (`rl/pack.py`). A run of tokens without a branching sees itself causally, and all
 that begins with it sees it whole: a triangle and a rectangle. What a token gets from several blocks is joined by their
 log-sum-exps, and the gradient of each block is the kernel's own, taken at the joined output. Nothing is approximated.
+
+A row over a trunk (`rl/trees.py`) sees one rectangle more, whose keys and values another pass left behind.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -38,6 +43,82 @@ def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
         if ends[start] > stop:
             blocks.append((stop, int(ends[start]), start, stop))
     return np.array(blocks, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Trunk:
+    """What all rows of a tree see: keys and values by layer, and the gradients that the rows leave for them.
+
+    They go past autograd, from one call of attention to another: no row's graph holds on to the trunk's.
+    """
+
+    num_tokens: int
+    number: int
+    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+
+    def keep(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        # Copies: what a compiled layer has no use for any more is written over.
+        self.seen[layer] = (k_TGD[: self.num_tokens].clone(), v_TGD[: self.num_tokens].clone())
+
+    def add(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
+        """What a row asks of the trunk, summed in float32 or better."""
+        if layer not in self.grads:
+            self.grads[layer] = (_wide(dk_PGD), _wide(dv_PGD))
+        else:
+            for total, grad in zip(self.grads[layer], (dk_PGD, dv_PGD), strict=True):
+                total += grad
+
+
+_TRUNKS: dict[int, Trunk] = {}
+_NUMBERS = count(1)
+
+
+@contextmanager
+def new_trunk(num_tokens: int) -> Iterator[Trunk]:
+    """One that rows can name for as long as this lasts."""
+    trunk = Trunk(num_tokens, next(_NUMBERS))
+    _TRUNKS[trunk.number] = trunk
+    try:
+        yield trunk
+    finally:
+        del _TRUNKS[trunk.number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one layer's attention is to do, as its `row_blocks` say: the compiler knows tensors by their shape alone.
+
+    The last of the blocks is an empty one: its third number is the layer, its fourth the trunk, negative for the pass
+    that makes it and 0 for none.
+    """
+
+    blocks: list[list[int]]
+    layer: int
+    made: Trunk | None
+    seen: Trunk | None
+
+    @classmethod
+    def of(cls, row_blocks: Tensor) -> Self:
+        *blocks, (_, _, layer, number) = row_blocks.tolist()
+        return cls(blocks, layer, _TRUNKS.get(-number), _TRUNKS.get(number))
+
+    @property
+    def is_one_sequence(self) -> bool:
+        return len(self.blocks) == 1 and self.seen is None
+
+
+def as_row_blocks(blocks: NDArray[np.int64], trunk: Trunk | None, *, made: bool) -> Tensor:
+    """A row's blocks, and which trunk it makes or sees."""
+    number = 0 if trunk is None else -trunk.number if made else trunk.number
+    return torch.from_numpy(np.concatenate([blocks, [[0, 0, 0, number]]]))
+
+
+def in_layer(row_blocks: Tensor, index: int) -> Tensor:
+    """The same for one layer."""
+    own = row_blocks.clone()
+    own[-1, 2] = index
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,25 +286,26 @@ def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
     return CuDNN() if large and q_QHD.shape[2] <= 128 else Flash()
 
 
-def _table(blocks: Tensor) -> list[list[int]]:
-    return [block for block in blocks.tolist() if block[0] < block[1]]
-
-
 @torch.library.custom_op("dockyard::row_attention", mutates_args=())
-def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[Tensor, Tensor]:
     """What each token gets from those it sees, and the log-sum-exp of its scores."""
-    table = _table(blocks)
+    call = _Call.of(row_blocks)
     num, heads, _ = q_THD.shape
-    if len(table) == 1:
+    if call.made:
+        call.made.keep(call.layer, k_TGD, v_TGD)
+    if call.is_one_sequence:
         part = _kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
         return part.out_QHD.contiguous(), part.lse_HQ.contiguous()
     out_THD = torch.zeros(q_THD.shape, dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
     lse_HT = torch.full((heads, num), -torch.inf, dtype=out_THD.dtype, device=q_THD.device)
-    for start, stop, first, last in table:
+    for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
         kernel = _kernel(q, last - first, causal=start == first)
         part = kernel.forward(q, k, v, start == first)
         _join(out_THD[start:stop], lse_HT[:, start:stop], part)
+    if call.seen:
+        k, v = call.seen.seen[call.layer]
+        _join(out_THD, lse_HT, _kernel(q_THD, len(k), causal=False).forward(q_THD, k, v, False))
     return out_THD.to(q_THD.dtype), lse_HT
 
 
@@ -236,7 +318,7 @@ def _join(out_QHD: Tensor, lse_HQ: Tensor, part: Part) -> None:
 
 
 @row_attention.register_fake
-def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     return torch.empty_like(q_THD, memory_format=torch.contiguous_format), q_THD.new_empty(
         (q_THD.shape[1], q_THD.shape[0]), dtype=lse_dtype
@@ -245,30 +327,39 @@ def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, blocks: Tensor) -> tuple[Tens
 
 @torch.library.custom_op("dockyard::row_attention_backward", mutates_args=())
 def row_attention_backward(
-    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, blocks: Tensor
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, row_blocks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each block's own gradient, with the probabilities that the joined log-sum-exps give."""
-    table = _table(blocks)
-    if len(table) == 1:
+    call = _Call.of(row_blocks)
+    if call.is_one_sequence and not (call.made and call.made.grads):
         kernel = _kernel(q_THD, len(q_THD), causal=True)
         dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, Part(out_THD, lse_HT), True)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
-    for start, stop, first, last in table:
+    for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
         part = Part(out_THD[start:stop], lse_HT[:, start:stop])
         kernel = _kernel(q, last - first, causal=start == first)
         grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
         for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
             total[slice(*rows)] += grad
+    if call.seen:
+        k, v = call.seen.seen[call.layer]
+        kernel = _kernel(q_THD, len(k), causal=False)
+        dq, *asked = kernel.backward(grad_THD, q_THD, k, v, Part(out_THD, lse_HT), False)
+        sums[0] += dq
+        call.seen.add(call.layer, *asked)
+    if call.made and call.made.grads:
+        for total, asked in zip(sums[1:], call.made.grads.pop(call.layer), strict=True):
+            total[: len(asked)] += asked
     dq, dk, dv = (total.to(q_THD.dtype) for total in sums)
     return dq, dk, dv
 
 
 @row_attention_backward.register_fake
 def _(
-    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, blocks: Tensor
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, row_blocks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
     return dq, dk, dv
@@ -294,12 +385,16 @@ def _for_transformers(
     """As `transformers` calls attention; `row_blocks` is what the model was called with, or else it is one sequence."""
     blocks = more.get("row_blocks")
     if blocks is None:
-        blocks = torch.tensor([[0, query.shape[2]] * 2])
+        blocks = torch.tensor([[0, query.shape[2]] * 2, [0] * 4])
     q_THD = query[0].transpose(0, 1)
     if (factor := scaling * query.shape[-1] ** 0.5) != 1:  # the kernels scale by the usual factor themselves
         q_THD = q_THD * factor
     out_THD, _ = row_attention(q_THD, key[0].transpose(0, 1), value[0].transpose(0, 1), blocks)
     return out_THD[None], None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 AttentionInterface.register(NAME, _for_transformers)

@@ -1,4 +1,4 @@
-"""The learner in this process, and the engine beside it that shares its weights."""
+"""The learner in this process, and the engine beside it that shares the weights that are not trained."""
 
 import asyncio
 import logging
@@ -6,18 +6,23 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from dockyard.config import RunConfig
 from dockyard.engine import Engine
+from dockyard.engine.four_bit import quantised_share
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.run_dir import RunDir
 from dockyard.trainer.loop import PublishedPolicy
+from dockyard.trainer.memory import refuse_too_large
 from dockyard.trainer.off_policy import measure
 from dockyard.trainer.policy import Policy
 from dockyard.types import Group
 
 logger = logging.getLogger(__name__)
+
+_WORTH_QUANTISING = 0.5
 
 
 class Served(Enum):
@@ -38,7 +43,8 @@ async def open_learner(
     recorded: tuple[Group, ...] = (),
 ) -> AsyncGenerator[PublishedPolicy]:
     """A learner as the run left it. `recorded` is what it will learn from, if that is known."""
-    policy = await _load_policy(config, run, model_dir, say, recorded)
+    base = await asyncio.to_thread(_load_base, config, model_dir, say, with_engine=served is Served.HERE)
+    policy = await _load_policy(config, run, base, say, recorded)
     embedded = TransformersEngine(policy.serving_model(), config.engine) if served is Served.HERE else None
     engine = embedded if isinstance(served, Served) else served
     try:
@@ -48,11 +54,25 @@ async def open_learner(
             await embedded.close()
 
 
+def _load_base(config: RunConfig, model_dir: Path, say: Callable[[str], None], *, with_engine: bool) -> Any:
+    method = config.trainer.method
+    say(f"loading {config.model.name}" + (" in 4 bits" if method == "qlora" else ""))
+    base = load_model(model_dir, config.model, four_bit=method == "qlora")
+    if method == "qlora" and (share := quantised_share(base)) < _WORTH_QUANTISING:
+        logger.warning(
+            "only %.0f %% of the weights of `%s` have 4 bits: embeddings and experts keep all of theirs",
+            100 * share,
+            base.config.model_type,
+        )
+    if method == "full":
+        with_reference = config.grpo.kl_coef > 0 or config.tasks.source == "recorded"
+        refuse_too_large(base, num_copies=with_engine + with_reference)
+    return base
+
+
 async def _load_policy(
-    config: RunConfig, run: RunDir, model_dir: Path, say: Callable[[str], None], recorded: tuple[Group, ...]
+    config: RunConfig, run: RunDir, base: Any, say: Callable[[str], None], recorded: tuple[Group, ...]
 ) -> Policy:
-    say(f"loading {config.model.name}")
-    base = await asyncio.to_thread(load_model, model_dir, config.model)
     policy = Policy(
         base,
         config.trainer,

@@ -1,4 +1,4 @@
-"""A trained policy as a folder that vLLM, transformers and the Hub take as it is: merged into its base, or alone.
+"""A trained policy as a folder that vLLM, transformers and the Hub take as it is: a whole model, or its adapter alone.
 
 It says how the policy was prompted in training, and its chat template does the same wherever that is possible.
 """
@@ -15,7 +15,7 @@ from peft import PeftModel
 from dockyard import __version__
 from dockyard.config import ModelConfig, RunConfig
 from dockyard.engine.model_dir import find_model, hub_name
-from dockyard.engine.weights import load_model
+from dockyard.engine.weights import load_model, load_weights
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.render import Renderer
 from dockyard.gateway.render.retention import keeping_thoughts
@@ -29,7 +29,7 @@ ABOUT = "dockyard.json"
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # of the base: all but its weights
-_OWN = ("config.json", "*.index.json")  # which the merged model has its own of
+_OWN = ("config.json", "*.index.json")  # which the exported model has its own of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The adapter to export."""
+    """The weights to export: an adapter, or all."""
 
     path: Path
     step: int
@@ -71,6 +71,9 @@ def export(wanted: Wanted) -> Source:
     if not settings_file(wanted.run).is_file():
         raise UsageError(f"`{wanted.run}` holds no run", hint="`dockyard train RUN.toml` makes one")
     config = load_run_config(settings_file(wanted.run), [])
+    if wanted.adapter_only and config.trainer.method == "full":
+        hint = "without `--adapter-only` the whole model is exported"
+        raise UsageError(f"`{wanted.run}` trained all weights (`trainer.method` is `full`): no adapter", hint=hint)
     source = find_best(wanted.run) if wanted.best else find_step(wanted.run, wanted.step)
     check_output(wanted.output, overwrite=wanted.overwrite)
     model = config.model.model_copy(update={"name": wanted.base or config.model.name, "device": "cpu"})
@@ -83,7 +86,7 @@ def export(wanted: Wanted) -> Source:
             for name in _ADAPTER:
                 shutil.copy(source.path / name, draft)
         else:
-            _merge(base, source, draft)
+            _write_whole(base, source, draft)
         _describe(base, source, config, draft)
     return source
 
@@ -101,7 +104,7 @@ def find_step(run: Path, step: int | None) -> Source:
 
 
 def find_best(run: Path) -> Source:
-    """The adapter that did best on held-out tasks."""
+    """What did best on held-out tasks."""
     checkpoints = checkpoints_of(run)
     score = checkpoints.best()
     if score is None:
@@ -128,27 +131,29 @@ def _check_space(folder: Path, output: Path) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise DockyardError(
-            f"`{parent}` has {free >> 20} MB free; the merged model needs {needed >> 20} MB",
+            f"`{parent}` has {free >> 20} MB free; the whole model needs {needed >> 20} MB",
             hint="choose an `--output` on another disk, or `--adapter-only`",
         )
 
 
-def _merge(base: Base, source: Source, draft: Path) -> None:
-    """Everything that the base's folder has, with the adapter in the weights."""
+def _write_whole(base: Base, source: Source, draft: Path) -> None:
+    """Everything that the base's folder has, in its number format, with what was trained in the weights."""
     for file in (file for pattern in _COPIED for file in base.folder.glob(pattern)):
         if not any(file.match(own) for own in _OWN):
             shutil.copy(file, draft)
-    model = load_model(base.folder, base.config, as_stored=True)
+    whole = load_model(base.folder, base.config, as_stored=True)
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(source.path)).merge_and_unload(safe_merge=True)
-    except Exception as error:  # whatever PEFT raises, one of the two folders is wrong
+        whole: Any = load_weights(whole, source.path)
+        if isinstance(whole, PeftModel):
+            whole = whole.merge_and_unload(safe_merge=True)
+    except Exception as error:  # whatever the readers raise, one of the two folders is wrong
         raise DockyardError(
-            f"the adapter in `{source.path}` does not go into `{base.folder}`: {str(error).splitlines()[0]}",
+            f"the weights in `{source.path}` do not go into `{base.folder}`: {str(error).splitlines()[0]}",
             hint="`--step` takes another checkpoint, `--base` the model that the run was trained on",
         ) from error
     own_settings = draft / "generation_config.json"
     kept = own_settings.read_bytes() if own_settings.exists() else None
-    merged.save_pretrained(draft)
+    whole.save_pretrained(draft)
     if kept is not None:  # save_pretrained writes its own reading of it
         own_settings.write_bytes(kept)
 
@@ -163,6 +168,7 @@ def _describe(base: Base, source: Source, config: RunConfig, draft: Path) -> Non
     rendering = renderer.rendering
     about: dict[str, Any] = {
         "base_model": base.name,
+        "method": config.trainer.method,
         "step": source.step,
         "heldout_reward": source.score.reward if source.score else None,
         "agent": config.agent.name,

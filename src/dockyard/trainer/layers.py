@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as partitioner
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
+
+from dockyard.trainer.attention import in_layer
 
 
 class Keep(IntEnum):
     """What a layer leaves for the backward pass."""
 
-    NOTHING = 0
-    ATTENTION = 1
-    PRODUCTS = 2
+    OFFLOADED = 0
+    """As `NOTHING`, and what it was called with is in the computer's own memory."""
+    NOTHING = 1
+    ATTENTION = 2
+    PRODUCTS = 3
     """Of matrices; what lies between them is quickly made again."""
-    EVERYTHING = 3
+    EVERYTHING = 4
 
 
 _BUDGETS = {Keep.ATTENTION: 0.15, Keep.PRODUCTS: 0.68, Keep.EVERYTHING: 1.0}
@@ -51,16 +56,16 @@ _NUMBERS = count()
 class Layers:
     """Takes over how a model's decoder layers are called. A copy of the model is called as ever."""
 
-    def __init__(self, layers: Sequence[Any], *, compiled: bool, spare_bytes: int) -> None:
-        """`spare_bytes` is what the passes need besides layers."""
+    def __init__(self, layers: Sequence[Any], *, compiled: bool, levels: list[Keep], spare_bytes: int) -> None:
+        """`levels` are those to choose from, `spare_bytes` is what the passes need besides layers."""
+        self.reserved_tokens = 0
+        """Of a later pass, for which there is to be room besides what this one keeps."""
         self._num = len(layers)
         self._compiled = compiled
+        self._levels = levels
         self._spare_bytes = spare_bytes + _SPARE_BYTES
         self._per_token: dict[Keep, float] = {}
         self._plan: list[Keep] = []
-        self._levels = [Keep.EVERYTHING, Keep.PRODUCTS, Keep.ATTENTION, Keep.NOTHING]
-        if not compiled:
-            self._levels = [Keep.EVERYTHING, Keep.NOTHING]
         self._runs = {keep: _compiled() for keep in _BUDGETS}
         self._without_gradients = _compiled()
         for index, layer in enumerate(layers):
@@ -69,14 +74,18 @@ class Layers:
     def be_careful(self) -> None:
         """Keep less from now on: it was too much."""
         self._spare_bytes += torch.cuda.mem_get_info()[1] // 8
+        self._per_token.clear()  # to be measured again
 
     def _call(self, index: int, layer: Any, hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "row_blocks" in kwargs:
+            kwargs["row_blocks"] = in_layer(kwargs["row_blocks"], index)
         if self._compiled:
-            tensors = (hidden_1TD, *args, *kwargs.values(), *(kwargs.get("position_embeddings") or ()))
-            _mark_lengths(tensors, hidden_1TD.shape[1])
+            _mark_lengths((hidden_1TD, *args, *kwargs.values()), hidden_1TD.shape[1])
         if not torch.is_grad_enabled():
             run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
             return run(hidden_1TD, *args, **kwargs)
+        if len(self._levels) == 1:
+            return self._run(self._levels[0], layer, hidden_1TD, *args, **kwargs)
         if index == 0:
             self._plan = self._choose(layer, hidden_1TD, args, kwargs)
         return self._run(self._plan[index], layer, hidden_1TD, *args, **kwargs)
@@ -85,6 +94,9 @@ class Layers:
         run = partial(self._runs[max(keep, Keep.ATTENTION)], layer) if self._compiled else layer._call_impl
         if keep is Keep.NOTHING:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if keep is Keep.OFFLOADED:
+            with save_on_cpu(pin_memory=True):
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
         with partitioner.patch(activation_memory_budget=_BUDGETS[keep]):
             return run(*args, **kwargs)
 
@@ -97,7 +109,8 @@ class Layers:
             if keep not in self._per_token:
                 self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
             sizes[keep] = self._per_token[keep] * num_tokens
-            room = _free_bytes() - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING]
+            later = self.reserved_tokens * self._per_token[Keep.EVERYTHING] * (self._num + _BACKWARD)
+            room = _free_bytes() - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING] - later
             chosen = plan(sizes, self._num, room)
             if sum(sizes[kept] for kept in chosen) <= room:
                 break
@@ -112,10 +125,15 @@ class Layers:
         some_kwargs = {name: _shortened(value, num, short) for name, value in kwargs.items()}
         if "row_blocks" in kwargs:
             some_kwargs["row_blocks"] = torch.tensor([[0, short, 0, short], [0, 0, 0, 0]])
-        before = torch.cuda.memory_allocated()
-        out = self._run(keep, layer, hidden_1TD[:, :short].detach().requires_grad_(), *some_args, **some_kwargs)
-        used = torch.cuda.memory_allocated() - before
-        del out
+        used = 0
+        for _ in range(2):  # the first time compiles, and leaves other things behind too
+            some = _shortened(hidden_1TD, num, short).detach().requires_grad_()
+            if self._compiled:
+                _mark_lengths((some, *some_args, *some_kwargs.values()), short)
+            before = torch.cuda.memory_allocated()
+            out = self._run(keep, layer, some, *some_args, **some_kwargs)
+            used = torch.cuda.memory_allocated() - before
+            del out
         return used / short
 
 
@@ -124,7 +142,7 @@ def _shortened(value: Any, num: int, short: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_shortened(item, num, short) for item in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num:
-        return value[:, :short]
+        return value[:, :short].contiguous()
     return value
 
 
@@ -153,7 +171,9 @@ def _free_bytes() -> int:
 def _mark_lengths(values: Iterable[Any], num_tokens: int) -> None:
     """Tell the compiler which sizes differ from call to call, or it would compile for each."""
     for value in values:
-        if isinstance(value, Tensor) and value.ndim > 1:
+        if isinstance(value, tuple):  # sines and cosines of positions
+            _mark_lengths(value, num_tokens)
+        elif isinstance(value, Tensor) and value.ndim > 1:
             if value.shape[1] == num_tokens:
                 torch._dynamo.maybe_mark_dynamic(value, 1)
             elif value.device.type == "cpu":  # the blocks of attention

@@ -66,10 +66,24 @@ class Record(Protocol):
 async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record) -> None:
     """Four calls a step. New weights are served before the next step's rollouts begin."""
     for step in range(learner.version, steps):
-        groups = await rollouts.collect(step)
-        metrics = await learner.update(groups)
-        await learner.publish()
-        await record.record(step, groups, metrics)
+        clock = _Clock()
+        groups = await clock.timed("collect", rollouts.collect(step))
+        metrics = await clock.timed("update", learner.update(groups))
+        await clock.timed("publish", learner.publish())
+        await record.record(step, groups, metrics | clock.seconds)
+
+
+class _Clock:
+    """How long the calls of a step took. Rollouts that were begun early are waited for less than they take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    async def timed[T](self, name: str, call: Awaitable[T]) -> T:
+        start = time.monotonic()
+        result = await call
+        self.seconds[f"time/{name}_s"] = time.monotonic() - start
+        return result
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,14 +184,12 @@ class PublishedPolicy:
         return self.policy.version
 
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
-        start = time.monotonic()
-        metrics = await self._in_thread(self.policy.update, groups, self.config.steps)
-        return metrics | {"time/update_s": time.monotonic() - start}
+        return await self._in_thread(self.policy.update, groups, self.config.steps)
 
     async def publish(self) -> None:
         # What was served until now stays: a server may read it again for a request that is not over.
         self.run.keep_adapters(self.version - 1 - self.config.rollout.max_staleness)
-        folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_adapter)
+        folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_weights)
         if self.engine:
             await self.engine.publish(folder, self.version)
 

@@ -3,6 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+_TRAINED = {
+    "lora": "A LoRA adapter was trained over frozen weights.",
+    "qlora": "A LoRA adapter was trained over frozen weights of 4 bits (NF4); what it was added to here has all bits.",
+    "full": "All weights were trained.",
+}
+"""What each `trainer.method` did."""
+
 
 def model_card(about: Mapping[str, Any], *, merged: bool, on_hub: bool, thinks: bool) -> str:
     """Markdown, with the head that the Hub reads."""
@@ -19,7 +26,7 @@ def model_card(about: Mapping[str, Any], *, merged: bool, on_hub: bool, thinks: 
             "---",
             "",
             f"{kind} made by Dockyard {about['dockyard']}: `{about['base_model']}` after {about['step']} steps of "
-            f"reinforcement learning with the agent `{about['agent']}`{reached}.",
+            f"reinforcement learning with the agent `{about['agent']}`{reached}. {_TRAINED[about['method']]}",
             "",
             "## How it was prompted in training",
             "",

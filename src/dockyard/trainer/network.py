@@ -3,7 +3,10 @@
 Logits of the whole vocabulary exist for a few tokens at a time only, forward and backward.
 """
 
+import copy
 import gc
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,8 +20,10 @@ from torch.nn.functional import linear
 from dockyard.config import TrainerConfig
 from dockyard.errors import DockyardError
 from dockyard.rl.pack import Row
+from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
-from dockyard.trainer.layers import Layers
+from dockyard.trainer.layers import Keep, Layers
+from dockyard.types import IntArray
 
 _WORTH_COMPILING = 10**9
 """Weights of a model from which on a minute of compiling is soon won back."""
@@ -71,28 +76,55 @@ def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
 class Network:
     """A policy's model as it is trained."""
 
-    def __init__(self, base: Any, trainer: TrainerConfig) -> None:
-        self.model: Any = with_adapters(base, trainer)
-        causal = self.model.get_base_model()
-        causal.set_attn_implementation(attention.NAME)
-        self._decoder: Any = causal.get_decoder()
-        self._head: Any = causal.get_output_embeddings()
+    def __init__(self, base: Any, trainer: TrainerConfig, *, with_reference: bool = True) -> None:
+        """Without adapters to switch off, the reference is a copy of the base model: only where it is wanted."""
+        full = trainer.method == "full"
+        self._frozen: Network | None = None
+        if full and with_reference:
+            self._frozen = Network(copy.deepcopy(base), trainer, with_reference=False)
+            self._frozen.model.requires_grad_(False)
+        self.model: Any = base.requires_grad_() if full else with_adapters(base, trainer)
+        base.set_attn_implementation(attention.NAME)
+        self._decoder: Any = base.get_decoder()
+        self._head: Any = base.get_output_embeddings()
         self._check_head()
-        self._layers: Layers | None = None
-        on_gpu = self.model.device.type == "cuda"
-        self._compiled = on_gpu and trainer.compile and _num_weights(self.model) >= _WORTH_COMPILING
-        if on_gpu:
-            spare_bytes = _CHUNK * self._head.weight.shape[0] * 8
-            self._layers = Layers(self._decoder.layers, compiled=self._compiled, spare_bytes=spare_bytes)
+        self._on_gpu = self.model.device.type == "cuda"
+        self._compiled = self._on_gpu and trainer.compile and _num_weights(self.model) >= _WORTH_COMPILING
+        self._layers = Layers(
+            self._decoder.layers,
+            compiled=self._compiled,
+            levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
+            spare_bytes=_CHUNK * self._head.weight.shape[0] * 8,
+        )
 
     @property
     def trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def scores(self, row: Row, temperature: float) -> Scores:
+    @contextmanager
+    def trunk(self, token_ids: IntArray, longest_row: int) -> Generator["Trunk | None"]:
+        """What rows over these tokens see, for as long as this lasts. None if there are none.
+
+        It keeps so much for the backward pass that the longest of the rows can keep everything.
+        """
+        if not len(token_ids):
+            yield None
+            return
+        with attention.new_trunk(len(token_ids)) as seen:
+            padded = _Padded.of(_sequence(token_ids), self.model.device, seen, made=True)
+            self._layers.reserved_tokens = longest_row
+            try:
+                hidden_PD = self._hidden(padded)[: len(token_ids)]
+            finally:
+                self._layers.reserved_tokens = 0
+            yield Trunk(seen, hidden_PD)
+
+    def scores(self, row: Row, temperature: float, trunk: "Trunk | None" = None) -> Scores:
         """Of a row's trained tokens."""
         device = self.model.device
-        hidden_TD = self._hidden(_Padded.of(row, device))
+        hidden_TD = self._hidden(_Padded.of(row, device, trunk and trunk.seen))
+        if trunk:
+            hidden_TD = torch.cat([trunk.hidden_PD, hidden_TD])
         sources_N = torch.from_numpy(row.sources).long().to(device)
         targets_N = torch.from_numpy(row.targets).long().to(device)
         logprobs_N, entropy_N, likeliest_N = _Head.apply(
@@ -100,17 +132,21 @@ class Network:
         )
         return Scores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
 
-    def reference(self, row: Row, temperature: float) -> Tensor:
-        """The logprobs of a row's trained tokens under the base model: the same weights, adapters off."""
-        with torch.no_grad(), self.model.disable_adapter():
-            return self.scores(row, temperature).logprobs_N
+    def reference(self, tree: Tree, temperature: float) -> list[Tensor]:
+        """The logprobs of each row's trained tokens under the base model: adapters off, or the copy of it."""
+        with torch.no_grad(), nullcontext() if self._frozen else self.model.disable_adapter():
+            return (self._frozen or self)._logprobs(tree, temperature)
+
+    def _logprobs(self, tree: Tree, temperature: float) -> list[Tensor]:
+        with self.trunk(tree.trunk, 0) as trunk:
+            return [self.scores(row, temperature, trunk).logprobs_N for row in tree.rows]
 
     def save_memory(self) -> bool:
         """After the GPU's memory did not do: keep less of the forward pass. False when there is nothing to save."""
+        if not self._on_gpu:
+            return False
         gc.collect()
         torch.cuda.empty_cache()
-        if self._layers is None:
-            return False
         self._layers.be_careful()
         return True
 
@@ -143,6 +179,37 @@ class Network:
             )
 
 
+class Trunk:
+    """The tokens that rows begin with, as the network left them."""
+
+    def __init__(self, seen: attention.Trunk, hidden_PD: Tensor) -> None:
+        self.seen = seen
+        self.hidden_PD = hidden_PD.detach().requires_grad_(hidden_PD.requires_grad)
+        """For rows, whose gradients stop here."""
+        self._made_PD = hidden_PD
+
+    def grads(self, asked_PD: Tensor, trained: list[Tensor]) -> tuple[Tensor, ...]:
+        """Of what is trained, by all that rows asked of their trunk: of `hidden_PD`, and of keys and values."""
+        return torch.autograd.grad(self._made_PD, trained, asked_PD, materialize_grads=True)
+
+
+def _sequence(token_ids: IntArray) -> Row:
+    """Nothing of it is trained."""
+    num = len(token_ids)
+    none, no_numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    return Row(
+        token_ids=token_ids,
+        positions=np.arange(num, dtype=np.int32),
+        ends=np.full(num, num, dtype=np.int32),
+        sources=none,
+        targets=none,
+        old_logprobs=no_numbers,
+        advantages=no_numbers,
+        weights=no_numbers,
+        segments=none,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Padded:
     """A row as the model takes it. On a GPU its length is one of a few."""
@@ -152,16 +219,15 @@ class _Padded:
     blocks: Tensor
 
     @classmethod
-    def of(cls, row: Row, device: torch.device) -> Self:
+    def of(cls, row: Row, device: torch.device, trunk: attention.Trunk | None = None, *, made: bool = False) -> Self:
         num = len(row.token_ids)
         spare = attention.rounded_up(num) - num if device.type == "cuda" else 0
         blocks = attention.blocks_of(row.positions, row.ends)
         blocks[-1, [1, 3]] += spare  # the last run's triangle: nobody sees what is past its end
-        blocks = np.concatenate([blocks, np.zeros((1, 4), dtype=np.int64)])  # an empty one: 1 is a size of its own
         return cls(
             torch.from_numpy(np.pad(row.token_ids, (0, spare))).long().to(device)[None],
             torch.from_numpy(np.pad(row.positions, (0, spare))).long().to(device)[None],
-            torch.from_numpy(blocks),
+            attention.as_row_blocks(blocks, trunk, made=made),
         )
 
 
@@ -219,6 +285,15 @@ def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, 
 _fused_statistics: Any = torch.compile(_statistics, dynamic=True)
 _fused_slope: Any = torch.compile(_slope, dynamic=True)
 """One kernel each on a GPU, where passes over the vocabulary would take longer than its matrix product."""
+
+
+def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Keep]:
+    """How much layers may keep, most first."""
+    if not on_gpu:
+        return [Keep.EVERYTHING]
+    between = [Keep.PRODUCTS, Keep.ATTENTION] if compiled else []
+    last = [Keep.OFFLOADED] if trainer.offload else []
+    return [Keep.EVERYTHING, *between, Keep.NOTHING, *last]
 
 
 def _num_weights(model: Any) -> int:

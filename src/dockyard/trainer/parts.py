@@ -5,17 +5,18 @@ The policy is in this process, or elsewhere: then nothing here needs torch.
 
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.collect import open_pool
 from dockyard.collect.task_sets import TaskSets
-from dockyard.config import RunConfig
+from dockyard.config import EngineConfig, RunConfig
 from dockyard.engine import Engine
 from dockyard.engine.checks import Wanted
 from dockyard.engine.connect import connect
 from dockyard.engine.openai import TextEndpoint
+from dockyard.engine.own_server import serving
 from dockyard.engine.remote import RemoteEngine
 from dockyard.gateway.render import Renderer
 from dockyard.run_dir import RunDir
@@ -61,7 +62,10 @@ async def open_parts(
     """All of them, ended with the block. Only what makes rollouts needs an engine."""
     attempting = not inputs.recorded or bool(inputs.tasks.heldout)
     async with AsyncExitStack() as stack:
-        server = await open_server(config, inputs.model_dir) if attempting and not elsewhere else None
+        server = None
+        if attempting and not elsewhere:
+            engine = await stack.enter_async_context(_serving(config, run, inputs.model_dir))
+            server = await open_server(config.model_copy(update={"engine": engine}), inputs.model_dir)
         if server:
             stack.push_async_callback(server.close)
         opening = elsewhere(run) if elsewhere else _open_here(config, run, inputs, progress, server, attempting)
@@ -125,12 +129,21 @@ def _foreign(config: RunConfig, inputs: Inputs, server: RemoteEngine | TextEndpo
     return None
 
 
+def _serving(config: RunConfig, run: RunDir, model_dir: Path) -> AbstractAsyncContextManager[EngineConfig]:
+    if not config.engine.launch:
+        return nullcontext(config.engine)
+    return serving(config.engine, config.model, model_dir, _wanted(config, model_dir), run.engine_log)
+
+
+def _wanted(config: RunConfig, model_dir: Path) -> Wanted:
+    return Wanted.of(config.model.name, model_dir, config.trainer.lora_r, config.rollout.max_staleness + 1)
+
+
 async def open_server(config: RunConfig, model_dir: Path) -> RemoteEngine | TextEndpoint | None:
     """The server that the settings name, checked before any weights are loaded; None for the embedded engine."""
     if config.engine.type == "transformers":
         return None
-    num_versions = config.rollout.max_staleness + 1
-    wanted = Wanted.of(config.model.name, model_dir, config.trainer.lora_r, num_versions)
+    wanted = _wanted(config, model_dir)
     server = await connect(config.engine, wanted)
     if config.engine.type == "openai" and isinstance(server, RemoteEngine):
         # It tells token ids, as vLLM does; only its own routes take new weights.

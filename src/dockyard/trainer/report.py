@@ -66,6 +66,7 @@ def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
         "eval_tasks": before.tasks if before else 0,
         "steps": run.config.steps,
         "seed": run.config.seed,
+        "method": run.config.trainer.method,
         "rewards": [line.get("reward/mean") for line in metrics],
         "rollouts": len(everything),
         "sampled_tokens": sum(rollout.num_sampled for rollout in everything),
@@ -125,12 +126,13 @@ def _example(run: RunDir) -> str:
 def _closing(run: RunDir, summary: dict[str, Any]) -> str:
     failures = ", ".join(f"{cause} {count}" for cause, count in summary["failures"].items()) or "none"
     last = run.adapter_dir(summary["steps"])
+    kind = "model" if run.config.trainer.method == "full" else "adapter"
     return "\n".join(
         [
             f"{summary['rollouts']} rollouts, failures: {failures}; {summary['wall_s'] / 60:.1f} minutes",
             *filter(None, [gateway_line(summary["gateway"])]),
             f"run folder:   {run.path}",
-            f"adapter:      {last}",
+            f"{kind + ':':<14}{last}",
             f"reward curve: {run.curve}",
             "",
             "next:",

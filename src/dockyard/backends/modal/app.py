@@ -43,7 +43,7 @@ def locked_image(extras: list[str]) -> modal.Image:
 
 app = modal.App("dockyard", include_source=False)
 volume = modal.Volume.from_name(VOLUME, create_if_missing=True)
-_image = locked_image(["demo", "modal", "daytona"])
+_image = locked_image(["demo", "modal", "daytona", "qlora"])
 
 
 @app.function(

@@ -65,6 +65,7 @@ _IGNORED = {
     "grpo.dynamic_sampling": "it leaves out groups without a difference by itself, and samples on",
     "grpo.max_tries": "it leaves out groups without a difference by itself, and samples on",
     "trainer.compile": "`prime_rl.options.trainer.model.compile` is its own",
+    "trainer.offload": "`prime_rl.options.trainer.model.ac_offloading` is its own",
     "trainer.max_skipped_steps": "it has no such limit",
     "trainer.keep_last": "`prime_rl.options.ckpt.keep_last` is its own",
     "trainer.keep_best": "it does not compare checkpoints",
@@ -75,8 +76,13 @@ _IGNORED = {
     "engine.url": _OWN_ENGINE,
     "engine.model": _OWN_ENGINE,
     "engine.api_key_env": _OWN_ENGINE,
+    "engine.launch": _OWN_ENGINE,
+    "engine.command": _OWN_ENGINE,
+    "engine.memory_share": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.args": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm` takes vLLM's options",
     "engine.max_batch": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.max_num_seqs` is vLLM's",
     "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
     "engine.deterministic": _OWN_ENGINE,
     "gateway.port": _OWN_GATEWAYS,
     "gateway.public_url": f"{_OWN_GATEWAYS}; `gateway.tunnel` opens one for each",
@@ -101,6 +107,9 @@ class _Perhaps:
 _DEPENDS = {
     "model.dtype": _Perhaps(
         lambda config: config.model.dtype != "float32", "bfloat16, in which it computes", "it computes in bfloat16"
+    ),
+    "trainer.method": _Perhaps(
+        lambda config: config.trainer.method == "lora", "trainer.model.lora", "it trains LoRA adapters here"
     ),
     "model.device": _Perhaps(lambda config: config.model.device != "cpu", "GPUs", "it needs GPUs"),
     "tasks.source": _Perhaps(

@@ -140,8 +140,7 @@ def _engines(config: RunConfig) -> Arguments:
 
 def is_evaluated(config: RunConfig) -> bool:
     """Whether tasks are held out, and there are engines to attempt them."""
-    tasks = config.tasks
-    return tasks.source == "demo" or (tasks.source != "recorded" and bool(tasks.heldout or tasks.heldout_share))
+    return config.tasks.source != "recorded" and config.tasks.holds_out
 
 
 def _evaluation(config: RunConfig, places: Places) -> Arguments:

@@ -54,6 +54,7 @@ _IGNORED = {
     "grpo.dynamic_sampling": "`slime.dynamic_sampling` has SLiME do it",
     "grpo.max_tries": "`slime.dynamic_sampling` has SLiME do it",
     "trainer.compile": "Megatron has kernels of its own",
+    "trainer.offload": "Megatron's recomputation is set by `slime.args`",
     "trainer.max_skipped_steps": "Megatron skips such updates and goes on",
     "trainer.keep_last": "it keeps all checkpoints",
     "trainer.keep_best": "it keeps all checkpoints",
@@ -66,8 +67,13 @@ _IGNORED = {
     "engine.model": _OWN_ENGINE,
     "engine.api_key_env": _OWN_ENGINE,
     "engine.retry_s": _OWN_ENGINE,
+    "engine.launch": _OWN_ENGINE,
+    "engine.command": _OWN_ENGINE,
+    "engine.memory_share": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
+    "engine.args": f"{_OWN_ENGINE}; `slime.args` takes SGLang's arguments",
     "engine.max_batch": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-max-running-requests`",
     "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
     "engine.deterministic": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-enable-deterministic-inference`",
 }
 _OWN_ALGORITHM = "there only the settings of `grpo.algorithm` `grpo` hold"
@@ -76,6 +82,7 @@ _AS_GRPO = (
     *("zero_variance", "overlong", "overlong_length", "overlong_buffer"),
 )
 """Settings of `grpo` that are heeded as long as they say what they say by themselves."""
+_AS_SLIME = Carried("SLiME itself, which trains all weights")
 _LORA = {"trainer.lora_r": "--lora-rank", "trainer.lora_alpha": "--lora-alpha"}
 
 
@@ -89,11 +96,22 @@ def fate(key: str, config: RunConfig) -> Fate:
     if section == "grpo" and name in _AS_GRPO:
         as_grpo = config.grpo.model_dump()[name] == GRPOConfig().model_dump()[name]
         return Carried("--advantage-estimator") if as_grpo else Ignored(_OWN_ALGORITHM)
+    if key == "trainer.method":
+        return _method(config)
     if key in _LORA:
         return Carried(_LORA[key]) if config.slime.flavour == "miles" else Ignored(_ALL_WEIGHTS)
     if key == "model.dtype":
         return Ignored("it trains in bfloat16") if config.model.dtype == "float32" else Carried("--bf16")
     return Ignored(_IGNORED[key]) if key in _IGNORED else Carried(_CARRIED[key])
+
+
+def _method(config: RunConfig) -> Fate:
+    miles, method = config.slime.flavour == "miles", config.trainer.method
+    if method == "qlora":
+        return Ignored("it trains in bfloat16")
+    if method == "full":
+        return Ignored("Miles trains adapters here; `--slime.flavour slime` trains all weights") if miles else _AS_SLIME
+    return Carried("--lora-rank") if miles else Ignored(_ALL_WEIGHTS)
 
 
 def setting_of(option: str) -> str | None:

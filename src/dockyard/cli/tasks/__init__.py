@@ -3,9 +3,9 @@
 import argparse
 
 from dockyard.cli.run_file import AddParser
-from dockyard.cli.tasks import c2bug, check, demo, swebench
+from dockyard.cli.tasks import c2bug, check, demo, swebench, trail
 
-_SOURCES = {"c2bug": c2bug, "check": check, "demo": demo, "swebench": swebench}
+_SOURCES = {"c2bug": c2bug, "check": check, "demo": demo, "swebench": swebench, "trail": trail}
 
 
 def add(add_parser: AddParser) -> None:

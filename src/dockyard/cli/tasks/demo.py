@@ -1,18 +1,15 @@
-"""`dockyard tasks demo`."""
+"""`dockyard tasks demo`: the demo's tasks as folders, to look at or change."""
 
 import argparse
 from pathlib import Path
 
 from dockyard.cli.run_file import AddParser
-from dockyard.cli.terminal import say
-from dockyard.errors import UsageError
+from dockyard.cli.tasks.generated import add_folder, write_both
 
 
 def add(add_parser: AddParser) -> None:
     """Describe the source."""
-    parser = add_parser("demo", help="small shell tasks", description="Write the demo's tasks to a folder.")
-    parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_folder(add_parser("demo", help="small shell tasks", description="Write the demo's tasks to a folder."))
 
 
 def act(arguments: argparse.Namespace) -> int:
@@ -20,9 +17,4 @@ def act(arguments: argparse.Namespace) -> int:
     from dockyard.tasks.demo import write_demo_tasks
 
     folder: Path = arguments.folder
-    for name in ("train", "heldout"):
-        if (folder / name).exists():
-            raise UsageError(f"`{folder / name}` is already there", hint="choose another folder, or remove it first")
-    write_demo_tasks(folder)
-    say(f"wrote {folder / 'train'} and {folder / 'heldout'}")
-    return 0
+    return write_both(folder, write_demo_tasks)

@@ -1,0 +1,106 @@
+"""The figure of a finished run: training reward by step, held-out tasks before and after, and what they came to.
+
+    python bench/learning_curve.py runs/multi_turn --output docs/images/multi_turn.svg
+
+Held-out points carry exact 95 % intervals over tasks, those of `dockyard eval`. Prints one table.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dockyard.collect.passk import Score, score_tasks
+from dockyard.errors import DockyardError
+from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
+from dockyard.types import Rollout
+
+
+def heldout(run: RunDir, phase: str) -> dict[str, Score]:
+    """The mean reward of held-out rollouts: of all tasks, then of each kind."""
+    rollouts = [item.rollout for item in run.read_rollouts(phase)]
+    kinds = sorted({rollout.kind for rollout in rollouts})
+    rows = {"all": rollouts, **{kind: [one for one in rollouts if one.kind == kind] for kind in kinds}}
+    scores = {name: mean_reward(some) for name, some in rows.items()}
+    return {name: score for name, score in scores.items() if score}
+
+
+def mean_reward(rollouts: list[Rollout]) -> Score | None:
+    """The mean over tasks. Rollouts that were lost count nowhere."""
+    by_task: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            by_task.setdefault(rollout.task, []).append(rollout.reward)
+    scores = score_tasks(list(by_task.values()))
+    return scores and scores.reward
+
+
+def draw(rewards: list[float], before: Score, after: Score, file: Path) -> None:
+    """One picture on a light ground. The same run gives the same bytes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams.update({"svg.hashsalt": "dockyard", "svg.fonttype": "none", "font.size": 11})
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), facecolor="white")
+    steps = range(1, len(rewards) + 1)
+    axes.plot(steps, rewards, "o-", color="#1f5fa8", markersize=4, linewidth=1.5, label="training rollouts of a step")
+    for score, place, colour, name in (
+        (before, 0, "#c2571a", "before"),
+        (after, len(rewards) + 1, "#2a7d3f", "after"),
+    ):
+        label = f"{score.num_tasks} held-out tasks {name}: {score.mean:.2f} [{score.low:.2f}, {score.high:.2f}]"
+        error = [[score.mean - score.low], [score.high - score.mean]]
+        axes.errorbar([place], [score.mean], yerr=error, fmt="s", color=colour, capsize=5, label=label)
+    _dress(axes)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _dress(axes: Any) -> None:
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("mean reward")
+    axes.set_ylim(-0.02, 1.02)
+    axes.grid(visible=True, axis="y", color="#e5e5e5")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best", fontsize=9)
+
+
+def table(before: dict[str, Score], after: dict[str, Score]) -> str:
+    """A row for all tasks, then one a kind."""
+    lines = ["| held-out tasks | | before | after | gain |", "|---|---|---|---|---|"]
+    for name, first in before.items():
+        if last := after.get(name):
+            lines.append(
+                f"| {name} | {first.num_tasks} | {_cell(first)} | {_cell(last)} | {last.mean - first.mean:+.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def _cell(score: Score) -> str:
+    return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="an .svg or .png file")
+    arguments = parser.parse_args()
+    try:
+        run = RunDir.join(arguments.run_dir)
+        before, after = heldout(run, EVAL_BEFORE), heldout(run, EVAL_AFTER)
+        rewards = [reward for line in run.read_metrics() if (reward := line.get("reward/mean")) is not None]
+        if "all" not in before or "all" not in after or not rewards:
+            hint = f"`dockyard train --resume {arguments.run_dir}` finishes it"
+            raise DockyardError(f"`{arguments.run_dir}` has no held-out rollouts before and after training", hint=hint)
+    except DockyardError as error:
+        parser.exit(1, f"error: {error.message}\nhint: {error.hint}\n")
+    draw(rewards, before["all"], after["all"], arguments.output)
+    print(table(before, after))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,447 @@
+"""Everything on one GPU: vLLM, the gateway, Harbor trials in sandboxes and the trainer. What a step takes, by phase;
+then the same with rollouts that go on while the policy learns.
+
+Without `--model` it is Qwen2.5-7B's shape with random weights (others in vLLM than in the trainer: only time is
+measured). Rollouts of `--turns` model calls; after each a command sleeps `--sandbox-s` in the sandbox and prints.
+
+    python bench/one_gpu.py --out one_gpu.json
+    python bench/one_gpu.py --command "python -m vllm.entrypoints.cli.main serve"
+    python bench/one_gpu.py --size tiny --tasks 2 --group 4 --new-tokens 16 --sandbox-s 0.3    shows that it runs
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+os.environ.setdefault("HARBOR_TELEMETRY", "off")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dockyard.collect.task_sets import task_sets
+from dockyard.config import EngineConfig, ModelConfig, RunConfig
+from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.checks import Wanted
+from dockyard.engine.connect import connect
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.own_server import serving
+from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.weights import load_model
+from dockyard.gateway.render import Renderer
+from dockyard.run_dir import RunDir
+from dockyard.trainer.loop import PublishedPolicy, ServedLearner, StepRecord, train
+from dockyard.trainer.parts import Inputs, open_parts
+from dockyard.trainer.policy import Policy
+from dockyard.trainer.progress import Progress
+from dockyard.types import Group
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODES = {"sync": 0, "async": 1}
+SIZES: dict[str, dict[str, Any]] = {
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152_064},
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 1024},
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEST = "echo $(( $(cksum < /app/reply.txt | cut -d' ' -f1) % 4 )) > /logs/verifier/reward.txt\n"
+
+
+def shape(size: str) -> Qwen2Config:
+    return Qwen2Config(
+        **SIZES[size], max_position_embeddings=32_768, architectures=["Qwen2ForCausalLM"], dtype=dtype(), eos_token_id=2
+    )
+
+
+def dtype() -> torch.dtype:
+    return torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def write_shape(folder: Path, size: str) -> Path:
+    """A model folder without weights. Each byte is a token; the other tokens only come from sampling."""
+    folder.mkdir()
+    config = shape(size)
+    config.save_pretrained(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*SPECIAL, *letters]
+    names += [f"~{number}" for number in range(len(names), config.vocab_size or 0)]
+    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    return folder
+
+
+def random_weights(size: str) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype())
+    try:
+        with torch.device(DEVICE):
+            return Qwen2ForCausalLM._from_config(shape(size)).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def write_tasks(folder: Path, count: int, prompt_tokens: int) -> Path:
+    """Instructions of digits, which most tokenizers take one by one."""
+    for index in range(count):
+        numbers = " ".join(str(index * 1000 + number) for number in range(prompt_tokens))[:prompt_tokens]
+        for name, text in {
+            "task.toml": f'schema_version = "1.4"\n[task]\nname = "bench/task-{index}"\n',
+            "instruction.md": f"Go on with these: {numbers}\n",
+            "environment/Dockerfile": "FROM scratch\n",
+            "tests/test.sh": TEST,
+        }.items():
+            file = folder / f"task-{index:03}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    return folder
+
+
+class Meter:
+    """For how long something was going on, however much of it at once."""
+
+    def __init__(self) -> None:
+        self._count, self._since, self._total = 0, 0.0, 0.0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        now = time.monotonic()
+        self._since = self._since if self._count else now
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._total += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._total + (time.monotonic() - self._since if self._count else 0.0)
+
+
+@dataclass
+class Meters:
+    """What engine and trainer do, summed up from the start."""
+
+    generating: Meter = field(default_factory=Meter)
+    busy: Meter = field(default_factory=Meter)
+    """A request in the engine, or an update."""
+    sampled: int = 0
+    waited_s: float = 0.0
+    """For the engine, all calls together."""
+
+    def read(self) -> dict[str, float]:
+        return {
+            "generating_s": self.generating.seconds,
+            "busy_s": self.busy.seconds,
+            "sampled": self.sampled,
+            "waited_s": self.waited_s,
+        }
+
+
+class MeteredEngine:
+    """Implements `Engine` over vLLM."""
+
+    def __init__(self, engine: RemoteEngine, meters: Meters) -> None:
+        self._engine, self._meters = engine, meters
+
+    @property
+    def context_length(self) -> int:
+        return self._engine.context_length
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def down_s(self) -> float:
+        return self._engine.down_s
+
+    async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
+        start = time.monotonic()
+        with self._meters.generating.on(), self._meters.busy.on():
+            result = await self._engine.generate(request)
+        self._meters.waited_s += time.monotonic() - start
+        if isinstance(result, Generation):
+            self._meters.sampled += len(result.token_ids)
+        return result
+
+    async def publish(self, adapter_dir: Path, version: int) -> None:
+        await self._engine.publish(adapter_dir, version)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class MeteredPolicy(PublishedPolicy):
+    """As in any run, but its updates are seen."""
+
+    meters: Meters
+
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        with self.meters.busy.on():
+            return await PublishedPolicy.update(self, groups)
+
+
+class Gpu:
+    """What the driver says twice a second: share of time with a kernel at work, and memory of all processes."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, float, float]] = []
+        if DEVICE == "cuda" and shutil.which("nvidia-smi"):
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        query = ["--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
+        with subprocess.Popen(["nvidia-smi", *query], stdout=subprocess.PIPE, text=True) as smi:
+            assert smi.stdout
+            for line in smi.stdout:
+                share, mib = (float(cell) for cell in line.split(","))
+                self.samples.append((time.monotonic(), share / 100, mib / 1024))
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        found = [sample for sample in self.samples if start <= sample[0] <= end]
+        if not found:
+            return {}
+        return {"gpu_share": fmean(share for _, share, _ in found), "gpu_gib": max(gib for _, _, gib in found)}
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """One server and one policy, through several modes."""
+
+    args: argparse.Namespace
+    folder: Path
+    model_dir: Path
+    engine: EngineConfig
+    policy: Policy
+    meters: Meters = field(default_factory=Meters)
+    gpu: Gpu = field(default_factory=Gpu)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    async def run(self, mode: str) -> None:
+        config = settings(self.args, self.folder, self.model_dir, MODES[mode])
+        self.policy.version = 0  # the adapters go on as they are: only time is measured
+        with RunDir.create(self.folder / mode, config) as run, Progress(config.steps) as progress:
+            renderer = Renderer.load(self.model_dir, config.model.name)
+            inputs = Inputs(tasks=task_sets(run), recorded=(), model_dir=self.model_dir, renderer=renderer)
+            async with open_parts(config, run, inputs, progress, self.open_learner) as parts:
+                kept = StepRecord(run, progress, parts.learner, nothing_due, lambda step, numbers: None)
+                await parts.learner.publish()
+                # One step less than there are: rollouts of the next are under way in the last that is measured, too.
+                await train(config.steps - 1, parts.rollouts, parts.learner, MeteredRecord(self, mode, kept))
+
+    @asynccontextmanager
+    async def open_learner(self, run: RunDir) -> AsyncGenerator[ServedLearner]:
+        wanted = wanted_of(run.config, self.model_dir)
+        server = await connect(self.engine, wanted)
+        assert isinstance(server, RemoteEngine)
+        engine = MeteredEngine(server, self.meters)
+        try:
+            yield MeteredPolicy(policy=self.policy, engine=engine, run=run, config=run.config, meters=self.meters)
+        finally:
+            await engine.close()
+
+    def save(self, summary: dict[str, Any] | None = None) -> None:
+        if self.args.out:
+            told = {name: str(value) for name, value in vars(self.args).items()}
+            found = {"machine": machine(), "settings": told, "steps": self.rows, "summary": summary}
+            self.args.out.write_text(json.dumps(found, indent=1))
+
+
+async def nothing_due(version: int) -> dict[str, float]:
+    return {}
+
+
+class MeteredRecord:
+    """Implements `Record`: a row for each step, kept at once."""
+
+    def __init__(self, bench: Bench, mode: str, kept: StepRecord) -> None:
+        self._bench, self._mode, self._kept = bench, mode, kept
+        self._start, self._read = time.monotonic(), bench.meters.read()
+
+    async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
+        bench, end, now = self._bench, time.monotonic(), self._bench.meters.read()
+        spent = {name: now[name] - value for name, value in self._read.items()}
+        seconds = {name: metrics[f"time/{name}_s"] for name in ("collect", "update", "publish")}
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        step_s = end - self._start
+        row = {
+            "mode": self._mode,
+            "step": step,
+            "measured": step >= num_warmup(bench.args, MODES[self._mode]),
+            "step_s": step_s,
+            **{f"{name}_s": value for name, value in seconds.items()},
+            "rest_s": step_s - sum(seconds.values()),
+            "generating_s": spent["generating_s"],
+            "engine_tokens_per_s": spent["sampled"] / max(spent["generating_s"], 1e-9),
+            "idle_share": 1 - spent["busy_s"] / step_s,
+            "sampled_tokens": spent["sampled"],
+            "packed_tokens": metrics["train/packed_tokens"],
+            "generation_s_a_rollout": spent["waited_s"] / max(len(rollouts), 1),
+            "agent_s_a_rollout": fmean(rollout.seconds.get("agent", 0.0) for rollout in rollouts),
+            "lost": sum(rollout.reward is None for rollout in rollouts),
+            "trainer_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            **bench.gpu.between(self._start, end),
+        }
+        bench.rows.append(row)
+        bench.save()
+        print(line(row), flush=True)
+        await self._kept.record(step, groups, metrics)
+        row["staleness"] = self._kept.run.read_metrics()[-1]["rollout/staleness"]
+        bench.save()
+        self._start, self._read = time.monotonic(), bench.meters.read()
+
+
+COLUMNS = (
+    "step_s", "collect_s", "update_s", "publish_s", "rest_s", "generating_s", "engine_tokens_per_s", "idle_share",
+    "gpu_share", "packed_tokens", "generation_s_a_rollout", "agent_s_a_rollout", "trainer_peak_gib", "gpu_gib",
+)  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    cells = [f"{row[name]:,.2f}" if isinstance(row.get(name), float) else "" for name in COLUMNS]
+    return f"| {row['mode']} | {row['step']} | {' | '.join(cells)} |"
+
+
+def num_warmup(args: argparse.Namespace, max_staleness: int) -> int:
+    """Until everything is compiled, and rollouts are begun as early as they ever will be."""
+    return args.warmup + max_staleness
+
+
+def settings(args: argparse.Namespace, folder: Path, model_dir: Path, max_staleness: int) -> RunConfig:
+    at_once = args.tasks * args.group * (max(MODES.values()) + 1)  # those of a step, and those begun early
+    agent = {"turns": args.turns, "sandbox_s": args.sandbox_s, "observed": args.observed_tokens}
+    return RunConfig.model_validate(
+        {
+            "steps": num_warmup(args, max_staleness) + args.steps + 1,
+            "model": {"name": str(model_dir), "device": DEVICE},
+            "tasks": {"train": folder / "tasks"},
+            "agent": {"name": "one_gpu_agent:TurnsAgent", "kwargs": agent},
+            "sampling": {"max_new_tokens": args.new_tokens},
+            "engine": {
+                "type": "vllm",
+                "launch": True,
+                "command": shlex.split(args.command),
+                "memory_share": args.memory_share,
+                "context_length": args.context_length,
+                "args": [*([] if args.model else ["--load-format", "dummy"]), *shlex.split(args.vllm_args)],
+            },
+            "rollout": {"concurrency": at_once, "max_staleness": max_staleness},
+            "grpo": {"group_size": args.group, "tasks_per_step": args.tasks, "kl_coef": args.kl_coef},
+            "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens},
+        }
+    )
+
+
+def wanted_of(config: RunConfig, model_dir: Path) -> Wanted:
+    return Wanted.of(config.model.name, model_dir, config.trainer.lora_r, config.rollout.max_staleness + 1)
+
+
+def summarise(rows: list[dict[str, Any]], sandbox_s: float) -> dict[str, float]:
+    """Means over the measured steps of each mode, and what both say together."""
+
+    def mean(mode: str, name: str) -> float:
+        return fmean(row[name] for row in rows if row["mode"] == mode and row["measured"])
+
+    found: dict[str, float] = {"sandbox s a rollout": sandbox_s}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        for name in COLUMNS:
+            if all(isinstance(row.get(name), float) for row in rows if row["mode"] == mode and row["measured"]):
+                found[f"{mode}: {name}"] = mean(mode, name)
+        measured = [row for row in rows if row["mode"] == mode and row["measured"]]
+        sampled, seconds = (sum(row[name] for row in measured) for name in ("sampled_tokens", "generating_s"))
+        found[f"{mode}: engine_tokens_per_s"] = sampled / seconds
+    if {"sync: step_s", "async: step_s"} <= found.keys():
+        collect, update, alone = (mean("sync", name) for name in ("collect_s", "update_s", "generating_s"))
+        took = found["async: step_s"]
+        found["sync / async"] = found["sync: step_s"] / took
+        found["overlap efficiency: max(collect, update) of sync / step of async"] = max(collect, update) / took
+        # Two steps' rollouts may be under way at once, and one GPU cannot generate and update at full speed together.
+        bound = max(alone + update, (collect + update) / 2)
+        found["of the possible: max(generating + update, (collect + update) / 2) of sync / step of async"] = (
+            bound / took
+        )
+        found["update of async / update of sync"] = mean("async", "update_s") / update
+    return found
+
+
+def machine() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {os.cpu_count()} cores"
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> None:
+    model_dir = find_model(args.model) if args.model else write_shape(folder / "model", args.size)
+    write_tasks(folder / "tasks", args.tasks, args.prompt_tokens)
+    config = settings(args, folder, model_dir, max(MODES.values()))
+    started = time.monotonic()
+    log = args.out.with_suffix(".vllm.log") if args.out else folder / "vllm.log"
+    async with serving(config.engine, config.model, model_dir, wanted_of(config, model_dir), log) as engine:
+        print(f"vLLM ready after {time.monotonic() - started:.0f} s", flush=True)
+        base = load_model(model_dir, ModelConfig(device=DEVICE)) if args.model else random_weights(args.size)
+        policy = Policy(base, config.trainer, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
+        bench = Bench(args=args, folder=folder, model_dir=model_dir, engine=engine, policy=policy)
+        print(f"| mode | step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
+        for mode in args.modes.split(","):
+            await bench.run(mode)
+        summary = summarise(bench.rows, args.turns * args.sandbox_s)
+        bench.save(summary)
+    for name, value in summary.items():
+        print(f"| {name} | {value:,.3f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="a model folder or `smollm2-135m`, instead of random weights")
+    add("--size", choices=list(SIZES), default="7b", help="of random weights")
+    add("--modes", default="sync,async")
+    add("--steps", type=int, default=4, help="measured in each mode; an even number: with staleness they alternate")
+    add("--warmup", type=int, default=1, help="steps before those")
+    add("--tasks", type=int, default=16)
+    add("--group", type=int, default=8)
+    add("--turns", type=int, default=3)
+    add("--prompt-tokens", type=int, default=512)
+    add("--new-tokens", type=int, default=128)
+    add("--observed-tokens", type=int, default=128, help="printed by a command")
+    add("--sandbox-s", type=float, default=3.5, help="that a command takes")
+    add("--kl-coef", type=float, default=0.001)
+    add("--micro-batch-tokens", type=int, default=16_384)
+    add("--memory-share", type=float, default=0.4, help="of the GPU, for vLLM")
+    add("--context-length", type=int, default=4096)
+    add("--command", default="vllm serve", help="what starts vLLM")
+    add("--vllm-args", default="", help="more of vLLM's options: `--vllm-args=--enforce-eager`")
+    add("--out", type=Path, help="a JSON file, written after each step")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="dockyard-bench-") as folder:
+        asyncio.run(measure(args, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What training all weights of a model takes, told before it is too late."""
+
+from typing import Any
+
+import torch
+
+from dockyard.errors import DockyardError
+
+_FLOAT32 = 4
+
+
+def bytes_to_train(model: Any, *, num_copies: int) -> int:
+    """Besides the weights themselves, and without activations.
+
+    AdamW has two moments of each weight, the sum of gradients is one more number, all in float32; a pass makes its
+    gradients in the weights' own format before they are added. Weights in a narrower format have a float32 copy too.
+    `num_copies` are the models beside this one: the engine's and the reference.
+    """
+    total = 0
+    for weight in model.parameters():
+        size = weight.element_size()
+        in_float32 = 4 if size < _FLOAT32 else 3
+        total += weight.numel() * (in_float32 * _FLOAT32 + (1 + num_copies) * size)
+    return total
+
+
+def refuse_too_large(model: Any, *, num_copies: int) -> None:
+    """An error when a GPU has not so much memory left."""
+    if model.device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(model.device)[0]
+    needed = bytes_to_train(model, num_copies=num_copies)
+    if needed > free:
+        raise DockyardError(
+            f"training all weights of `{model.config.model_type}` takes {needed / 2**30:.0f} GiB besides the model "
+            f"itself, and the GPU has {free / 2**30:.0f} GiB left",
+            hint="`--trainer.method lora` takes a tenth of that, or choose a smaller model",
+        )

@@ -1,0 +1,88 @@
+"""AdamW in float32, whatever the number format of the weights it trains.
+
+A step is often smaller than the distance from a bfloat16 number to the next, and would be lost. So weights of a
+narrower format have a float32 copy, which is what is trained; the weights are that copy rounded.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dockyard.config import TrainerConfig
+
+
+class Optimizer:
+    """Sums up the gradients of an update, then takes its step."""
+
+    def __init__(self, trained: Sequence[Tensor], config: TrainerConfig) -> None:
+        self._trained = list(trained)
+        self._masters = [_master(weight) for weight in self._trained]
+        self._max_norm = config.max_grad_norm
+        self._adam = torch.optim.AdamW(
+            self._masters,
+            lr=config.lr,
+            betas=(0.9, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=self._trained[0].device.type == "cuda",
+        )
+
+    def zero_grad(self) -> None:
+        """Begin another sum."""
+        self._adam.zero_grad()
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        """To the sum. When there is no memory for it, nothing of them is added."""
+        sums = [master.grad for master in self._masters]
+        if any(total is None for total in sums):
+            for master, grad in zip(self._masters, [widened(grad) for grad in grads], strict=True):
+                master.grad = grad
+            return
+        for total, grad in zip(sums, grads, strict=True):
+            assert total is not None
+            total.add_(grad)  # which needs no memory
+
+    def step(self, lr: float) -> float:
+        """Follow the gradient, scaled down to the norm that is allowed; its norm before. None if it is not finite."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._max_norm))
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        if math.isfinite(norm):
+            self._adam.step()
+            self._round()
+        for master, _ in self._rounded():
+            master.grad = None  # four bytes a weight, for the engine meanwhile
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the weights do not say."""
+        return {"adam": self._adam.state_dict(), "masters": [master.detach() for master, _ in self._rounded()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` left off. The weights themselves are there already."""
+        self._adam.load_state_dict(state["adam"])  # which moves it to where the weights are
+        with torch.no_grad():
+            for (master, _), saved in zip(self._rounded(), state["masters"], strict=True):
+                master.copy_(saved)
+
+    def _rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """Float32 copies, and the weights that follow them."""
+        pairs = zip(self._masters, self._trained, strict=True)
+        return [(master, weight) for master, weight in pairs if master is not weight]
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for master, weight in self._rounded():
+            weight.copy_(master)
+
+
+def _master(weight: Tensor) -> Tensor:
+    wide = widened(weight)
+    return weight if wide is weight else wide.detach().requires_grad_()
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, if it was in a narrower format: small numbers added one by one would be lost there."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

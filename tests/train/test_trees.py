@@ -1,0 +1,102 @@
+"""A trunk run once for several rows: losses and gradients are those of the sequences one by one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import tiny_model_dir
+from transformers import LlamaForCausalLM
+
+from dockyard.config import ALGORITHMS, GRPOConfig, TrainerConfig
+from dockyard.rl.pack import Example, pack
+from dockyard.rl.trees import Tree, plant
+from dockyard.trainer.policy import Policy
+
+TRUNK = 600
+
+
+def example(rng: np.random.Generator, beginning: list[int], num_own: int, targets: list[int]) -> Example:
+    """Its own last tokens are trained, and those at `targets`."""
+    ids = np.array([*beginning, *rng.integers(20, 40, num_own).tolist()], np.int32)
+    trained = np.array([*targets, *range(len(beginning) + 2, len(ids))], np.int32)
+    return Example(
+        token_ids=ids,
+        targets=trained,
+        old_logprobs=rng.normal(-4, 1, len(trained)).astype(np.float32),
+        advantage=float(rng.normal()),
+        weight=1 / len(trained),
+    )
+
+
+def examples() -> list[Example]:
+    """Six over one beginning, two of which go on alike; some were drawn from inside it, or right after its end."""
+    rng = np.random.default_rng(0)
+    beginning = rng.integers(3, 40, TRUNK).tolist()
+    longer = [*beginning, 41, 42, 43]
+    drawn = [100, 101, 599]
+    return [
+        example(rng, [*beginning, 44], 30, drawn),
+        example(rng, [*beginning, 45], 50, [TRUNK]),
+        example(rng, longer, 20, drawn),
+        example(rng, longer, 25, []),
+        example(rng, [*beginning, 46], 9, [TRUNK]),
+        example(rng, [*beginning, 47], 70, drawn),
+    ]
+
+
+def make_policy(grpo: GRPOConfig, dtype: torch.dtype) -> Policy:
+    base: Any = LlamaForCausalLM.from_pretrained(tiny_model_dir(), max_position_embeddings=1024)
+    policy = Policy(base.to(dtype), TrainerConfig(lr=1e-3, lora_r=4), grpo, temperature=0.9, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return policy
+
+
+def trained_on(grpo: GRPOConfig, trees: list[Tree], dtype: torch.dtype) -> tuple[dict[str, float], torch.Tensor]:
+    policy = make_policy(grpo, dtype)
+    metrics = policy.train_on(trees, 1e-3)
+    return metrics, torch.cat([p.grad.double().flatten() for p in policy.model.parameters() if p.grad is not None])
+
+
+def alone() -> list[Tree]:
+    return [Tree(trunk=np.zeros(0, np.int32), rows=(row,)) for item in examples() for row in pack([item], 1)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("options", [*({"algorithm": name} for name in ALGORITHMS), {"correction": "sequence"}])
+def test_a_tree_has_the_loss_and_the_gradients_of_its_sequences_one_by_one(
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float
+):
+    grpo = GRPOConfig(**options, kl_coef=0.1)
+    trees = plant(examples(), 80)
+    assert [(len(tree.trunk), len(tree.rows)) for tree in trees] == [(TRUNK, 3)]
+    assert trees[0].num_tokens < 900 < sum(tree.num_tokens for tree in alone())
+    (metrics, grads), (expected, expected_grads) = (trained_on(grpo, way, dtype) for way in (trees, alone()))
+    assert expected_grads.norm() > 1e-3
+    assert (grads - expected_grads).norm() < tolerance * expected_grads.norm()
+    for name in ("train/loss", "train/kl", "train/entropy", "train/mean_logprob", "train/tokens"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_a_trunk_that_rows_only_look_back_at_is_trained_too():
+    """No token was drawn right after it, so that its last hidden state serves nothing: keys and values do."""
+    rng = np.random.default_rng(1)
+    beginning = rng.integers(3, 40, TRUNK).tolist()
+    items = [example(rng, [*beginning, 50 + index], 40, []) for index in range(3)]
+    trees = plant(items, 50)
+    assert len(trees[0].trunk) == TRUNK
+    one_by_one = [Tree(trunk=np.zeros(0, np.int32), rows=(row,)) for item in items for row in pack([item], 1)]
+    grpo = GRPOConfig(kl_coef=0)
+    (_, grads), (_, expected) = (trained_on(grpo, way, torch.float64) for way in (trees, one_by_one))
+    assert (grads - expected).norm() < 1e-7 * expected.norm()
+
+
+def test_nothing_is_left_of_a_trunk_when_its_rows_are_done():
+    from dockyard.trainer import attention
+
+    trained_on(GRPOConfig(), plant(examples(), 80), torch.float32)
+    assert attention._TRUNKS == {}
