@@ -4,7 +4,12 @@ then the same with rollouts that go on while the policy learns.
 Without `--model` it is Qwen2.5-7B's shape with random weights (others in vLLM than in the trainer: only time is
 measured). Rollouts of `--turns` model calls; after each a command sleeps `--sandbox-s` in the sandbox and prints.
 
+A step is all between two recordings, the second included (`rest_s`). `generating_s`: vLLM had a request at least, and
+`engine_tokens_per_s` is over that time. `idle_share`: neither a request nor an update was under way. `gpu_share`: the
+driver saw a kernel. `..._a_rollout`: the mean over rollouts of waiting for vLLM, and of all the agent did.
+
     python bench/one_gpu.py --out one_gpu.json
+    python bench/one_gpu.py --out one_gpu.json --steps 4    measures longer
     python bench/one_gpu.py --command "python -m vllm.entrypoints.cli.main serve"
     python bench/one_gpu.py --size tiny --tasks 2 --group 4 --new-tokens 16 --sandbox-s 0.3    shows that it runs
 """
@@ -287,6 +292,7 @@ class MeteredRecord:
         self._start, self._read = time.monotonic(), bench.meters.read()
 
     async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
+        await self._kept.record(step, groups, metrics)
         bench, end, now = self._bench, time.monotonic(), self._bench.meters.read()
         spent = {name: now[name] - value for name, value in self._read.items()}
         seconds = {name: metrics[f"time/{name}_s"] for name in ("collect", "update", "publish")}
@@ -307,16 +313,23 @@ class MeteredRecord:
             "generation_s_a_rollout": spent["waited_s"] / max(len(rollouts), 1),
             "agent_s_a_rollout": fmean(rollout.seconds.get("agent", 0.0) for rollout in rollouts),
             "lost": sum(rollout.reward is None for rollout in rollouts),
-            "trainer_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            "staleness": self._kept.run.read_metrics()[-1]["rollout/staleness"],
+            "trainer_peak_gib": peak_gib(),
             **bench.gpu.between(self._start, end),
         }
+        self._start, self._read = end, now
         bench.rows.append(row)
         bench.save()
         print(line(row), flush=True)
-        await self._kept.record(step, groups, metrics)
-        row["staleness"] = self._kept.run.read_metrics()[-1]["rollout/staleness"]
-        bench.save()
-        self._start, self._read = time.monotonic(), bench.meters.read()
+
+
+def peak_gib() -> float | None:
+    """Of this process, since it was last asked."""
+    if DEVICE != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 COLUMNS = (
@@ -379,15 +392,11 @@ def summarise(rows: list[dict[str, Any]], sandbox_s: float) -> dict[str, float]:
         sampled, seconds = (sum(row[name] for row in measured) for name in ("sampled_tokens", "generating_s"))
         found[f"{mode}: engine_tokens_per_s"] = sampled / seconds
     if {"sync: step_s", "async: step_s"} <= found.keys():
-        collect, update, alone = (mean("sync", name) for name in ("collect_s", "update_s", "generating_s"))
-        took = found["async: step_s"]
+        collect, update, took = mean("sync", "collect_s"), mean("sync", "update_s"), found["async: step_s"]
         found["sync / async"] = found["sync: step_s"] / took
-        found["overlap efficiency: max(collect, update) of sync / step of async"] = max(collect, update) / took
-        # Two steps' rollouts may be under way at once, and one GPU cannot generate and update at full speed together.
-        bound = max(alone + update, (collect + update) / 2)
-        found["of the possible: max(generating + update, (collect + update) / 2) of sync / step of async"] = (
-            bound / took
-        )
+        # Two steps' rollouts may be under way at once. 1 is a GPU that generates and updates as if each had it alone.
+        ideal = max(update, (collect + update) / 2)
+        found["overlap efficiency: max(update, (collect + update) / 2) of sync / step of async"] = ideal / took
         found["update of async / update of sync"] = mean("async", "update_s") / update
     return found
 
@@ -422,7 +431,7 @@ def main() -> None:
     add("--model", help="a model folder or `smollm2-135m`, instead of random weights")
     add("--size", choices=list(SIZES), default="7b", help="of random weights")
     add("--modes", default="sync,async")
-    add("--steps", type=int, default=4, help="measured in each mode; an even number: with staleness they alternate")
+    add("--steps", type=int, default=2, help="measured in each mode; an even number: with staleness they alternate")
     add("--warmup", type=int, default=1, help="steps before those")
     add("--tasks", type=int, default=16)
     add("--group", type=int, default=8)

@@ -8,6 +8,7 @@ makes reference logprobs has a column of its own. MFU counts 4 N T for the weigh
 """
 
 import argparse
+import copy
 import gc
 import json
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dockyard.config import GRPOConfig, TrainerConfig
 from dockyard.errors import DockyardError
@@ -355,12 +356,26 @@ def measure_group(base: Any, names: list[str], table: Table, device: str, scale:
         free(device)
 
 
+def all_heads(module: Any, query: Any, key: Any, value: Any, attention_mask: None, **more: Any) -> tuple[Any, None]:
+    """Attention for transformers in float32, for which torch's fused kernel knows no groups of heads."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
 def measure_gradients(device: str, tiny: bool) -> None:
     """How far the group's gradients are from those in float32, one sequence at a time, of the same two layers."""
+    AttentionInterface.register("all_heads", all_heads)
     scale = 64 if tiny else 1
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 150_000, PREFIX // scale)
     group = [example(rng, prompt, OWN // scale) for _ in range(GROUP)]
+    shape: dict[str, Any] = SIZES["tiny" if tiny else "7b"] | {"num_hidden_layers": 2}
+    config = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, **shape)
+    torch.manual_seed(0)
+    with torch.device(device):
+        weights: Any = Qwen2ForCausalLM(config).requires_grad_(False)
     exact: Any = None
     print("| gradients | distance from float32 | cosine |\n|---|---|---|")
     for name, system_of, dtype, options in (
@@ -369,11 +384,9 @@ def measure_gradients(device: str, tiny: bool) -> None:
         ("dockyard, not shared, bfloat16", Ours, torch.bfloat16, {"shared": False}),
         ("dockyard, shared, bfloat16", Ours, torch.bfloat16, {"shared": True}),
     ):
-        torch.manual_seed(0)
-        shape: dict[str, Any] = SIZES["tiny" if tiny else "7b"] | {"num_hidden_layers": 2}
-        config = Qwen2Config(vocab_size=152_064, num_key_value_heads=4, max_position_embeddings=131_072, **shape)
-        base: Any = Qwen2ForCausalLM(config)
-        system = system_of(base.requires_grad_(False).to(device=device, dtype=dtype))
+        system = system_of(copy.deepcopy(weights).to(dtype))
+        if isinstance(system, Plain) and dtype == torch.float32:
+            system.model.set_attn_implementation("all_heads")
         model = system.policy.model if isinstance(system, Ours) else system.model
         torch.manual_seed(1)
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,10 +1,12 @@
-"""Stands in for `vllm serve`: `fake_vllm_command.py FOLDER [old | broken] serve MODEL OPTIONS...`
+"""Stands in for `vllm serve`: `fake_vllm_command.py FOLDER [old | broken | loading] serve MODEL OPTIONS...`
 
-Leaves the options it was started with in FOLDER/options.json. `old` is vLLM before 0.30; `broken` cannot start.
+Leaves the options it was started with in FOLDER/options.json. `old` is vLLM before 0.30; `broken` cannot start;
+`loading` never comes to listen.
 """
 
 import asyncio
 import json
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +27,9 @@ Path(folder, "options.json").write_text(json.dumps(options))
 
 async def serve() -> None:
     named = dict(pairwise(options))
-    await FakeVLLM(models=(named["--served-model-name"],), port=int(named["--port"])).start()
+    if "loading" not in kind:
+        key = os.environ.get("VLLM_API_KEY")
+        await FakeVLLM(models=(named["--served-model-name"],), port=int(named["--port"]), api_key=key).start()
     await asyncio.Event().wait()
 
 

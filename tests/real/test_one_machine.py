@@ -2,17 +2,19 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from gateway_fakes import CHATML, tiny, write_model
-from processes import descendants
+from processes import Process, descendants, wait_until_gone
 from transformers import LlamaConfig, LlamaForCausalLM
 from trials import write_task
 from vllm_server import PYTHON
 
-from dockyard.cli import main
 from dockyard.run_dir import RunDir, step_phase
 
 pytestmark = [
@@ -75,14 +77,21 @@ def settings(folder: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def test_a_run_samples_from_a_vllm_of_its_own_that_gets_every_new_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name in ("VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
-        monkeypatch.setenv(name, "1")
-    before = descendants(os.getpid())
-    assert main(["train", *settings(tmp_path)]) == 0
-    assert descendants(os.getpid()) <= before
+def run(words: list[str]) -> set[Process]:
+    """A run to its end; every process that it started."""
+    quiet = dict.fromkeys(("VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"), "1")
+    environment = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parents[1])}  # where the agent is
+    started: set[Process] = set()
+    with subprocess.Popen([sys.executable, "-m", "dockyard", "train", *words], env=environment) as process:
+        while process.poll() is None:
+            started |= descendants(process.pid)
+            time.sleep(0.2)
+    assert process.returncode == 0
+    return started
+
+
+def test_a_run_samples_from_a_vllm_of_its_own_that_gets_every_new_adapter(tmp_path: Path):
+    wait_until_gone(run(settings(tmp_path)))
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == STEPS
     for line in metrics:
@@ -92,8 +101,8 @@ def test_a_run_samples_from_a_vllm_of_its_own_that_gets_every_new_adapter(
         assert 0 < parts <= line["time/step_s"]
     assert max(line["rollout/staleness"] for line in metrics) > 0
     assert metrics[0]["train/logprob_mismatch"] < 1e-3  # the same weights on both sides
-    with RunDir.resume(tmp_path / "run") as run:
-        items = [item for step in range(STEPS) for item in run.read_rollouts(step_phase(step))]
+    with RunDir.resume(tmp_path / "run") as finished:
+        items = [item for step in range(STEPS) for item in finished.read_rollouts(step_phase(step))]
     segments = [segment for item in items for segment in item.rollout.segments]
     drawn = {int(n) for segment in segments if segment.versions is not None for n in segment.versions[segment.sampled]}
     assert min(drawn) == 0

@@ -1,22 +1,24 @@
 """A server that a run starts for itself: what it is started with, when it is ready, and that it ends with the run."""
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from gateway_fakes import until
-from processes import descendants, wait_until_gone
+from processes import Process, descendants, wait_until_gone
 from server_fakes import WANTED, write_adapter
 
 from dockyard.config import EngineConfig, ModelConfig
 from dockyard.engine.connect import connect
-from dockyard.engine.own_server import options, serving, summary
+from dockyard.engine.own_server import options, reserved_port, serving, summary
 from dockyard.engine.remote import RemoteEngine
 from dockyard.errors import DockyardError
 
@@ -39,17 +41,32 @@ def test_vllm_is_started_with_what_training_needs():
     assert cpu[cpu.index("--dtype") + 1] == "float32"
 
 
-async def test_a_server_is_asked_once_it_answers_takes_adapters_and_is_gone_after_the_block(tmp_path: Path):
+async def test_a_server_is_asked_once_it_answers_takes_adapters_and_is_gone_after_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
     settings = engine(tmp_path, args=("--dtype", "float32"))
     async with serving(settings, GPU, tmp_path, WANTED, tmp_path / "log") as found:
-        started = descendants(os.getpid())
+        started = fakes(tmp_path)
         sampled_from = await connect(found, WANTED)
         assert isinstance(sampled_from, RemoteEngine)
         await sampled_from.publish(write_adapter(tmp_path / "adapter", 0.5), 1)
         await sampled_from.close()
         assert json.loads((tmp_path / "options.json").read_text())[-3:] == ["--enable-scale-out", "--dtype", "float32"]
-    assert started
+    assert len(started) == 2  # the warden and the server
     wait_until_gone(started)
+
+
+def fakes(folder: Path) -> set[Process]:
+    """The processes of this test's server, among all that the tests have started."""
+    return {process for process in descendants(os.getpid()) if {str(SCRIPT), str(folder)} <= words_of(process)}
+
+
+def words_of(process: Process) -> set[str]:
+    try:
+        return set(Path(f"/proc/{process.pid}/cmdline").read_text().split("\0"))
+    except OSError:  # it has ended
+        return set()
 
 
 async def test_an_older_vllm_is_started_without_the_option_it_does_not_know(tmp_path: Path):
@@ -78,14 +95,11 @@ async def test_a_program_that_is_not_installed_is_named(tmp_path: Path):
 
 async def test_the_end_of_a_server_in_the_middle_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async with serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"):
-        [server] = [found for found in descendants(os.getpid()) if _is_fake(found.pid)]
+        [server] = [process for process in fakes(tmp_path) if "-I" not in words_of(process)]  # the warden's option
         os.kill(server.pid, signal.SIGKILL)
-        await until(lambda: "vLLM ended with code 137 in the middle of the run" in caplog.text)
-
-
-def _is_fake(pid: int) -> bool:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return words[1] == str(SCRIPT).encode()
+        async with asyncio.timeout(600):  # only against hanging
+            while "vLLM ended with code 137 in the middle of the run" not in caplog.text:
+                await asyncio.sleep(0.05)
 
 
 RUN = """
@@ -95,6 +109,7 @@ sys.path.insert(0, {tests!r})
 from server_fakes import WANTED
 from dockyard.config import EngineConfig, ModelConfig
 from dockyard.engine.own_server import serving
+from dockyard.interrupt import run
 
 async def main():
     settings = EngineConfig(type="vllm", launch=True, command={command!r})
@@ -102,20 +117,44 @@ async def main():
         print("ready", flush=True)
         await asyncio.sleep(600)
 
-asyncio.run(main())
+run(main())
 """
 
 
+def started_run(folder: Path, *kind: str) -> subprocess.Popen[bytes]:
+    code = RUN.format(tests=str(SCRIPT.parent), command=engine(folder, *kind).command, folder=str(folder))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
 def test_a_server_ends_when_the_run_is_killed(tmp_path: Path):
-    command = engine(tmp_path).command
-    code = RUN.format(tests=str(SCRIPT.parent), command=command, folder=str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as run:
+    with started_run(tmp_path) as run:
         assert run.stdout
         assert run.stdout.readline() == b"ready\n"
         started = descendants(run.pid)
         run.kill()
-    assert len(started) >= 2  # the warden and the server
+    assert len(started) == 2  # the warden and the server
     wait_until_gone(started)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_does_not_answer_yet_ends_with_the_run(tmp_path: Path, number: int):
+    with started_run(tmp_path, "loading") as run:
+        while not (tmp_path / "options.json").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        started = descendants(run.pid)
+        run.send_signal(number)
+    assert len(started) == 2
+    wait_until_gone(started)
+
+
+def test_a_reserved_port_can_be_listened_at_by_vllm_and_is_nobody_elses():
+    with reserved_port() as port, socket.socket() as vllm, socket.socket() as other:
+        vllm.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM's
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        vllm.bind(("127.0.0.1", port))
+        vllm.listen()
 
 
 def test_a_log_without_errors_is_summed_up_by_its_end():

@@ -239,9 +239,22 @@ def test_a_run_that_trained_all_weights_has_no_adapter_to_export(tmp_path: Path,
     assert not (tmp_path / "out").exists()
 
 
+def test_an_evaluation_of_its_weights_as_an_adapter_is_told_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, _ = write_run(tmp_path / "run")
+    assert main(["eval", "--tasks.source=demo", f"--adapter={run / 'checkpoints/step-00001'}"]) == 2
+    assert "`dockyard export RUN_DIR --output DIR`" in capsys.readouterr().err
+
+
 def test_settings_of_adapters_mean_nothing_to_it():
     with pytest.raises(UsageError, match="`trainer.lora_r` has no effect when `trainer.method` is `full`"):
         load_run_config(None, ["--tasks.source=demo", "--trainer.method=full", "--trainer.lora_r=8"])
+
+
+@pytest.mark.parametrize("setting", ["--trainer.offload=true", "--trainer.compile=false"])
+def test_settings_of_gpus_mean_nothing_to_a_model_on_a_cpu(setting: str):
+    load_run_config(None, ["--tasks.source=demo", setting])
+    with pytest.raises(UsageError, match="has no effect when `model.device` is `cpu`"):
+        load_run_config(None, ["--tasks.source=demo", "--model.device=cpu", setting])
 
 
 FULL = RunConfig(trainer=TrainerConfig(method="full"))

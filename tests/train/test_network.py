@@ -8,7 +8,16 @@ import torch
 from packed_rows import random_row
 from tiny_policy import tiny_model_dir
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dockyard.config import TrainerConfig
 from dockyard.errors import DockyardError
@@ -18,6 +27,15 @@ from dockyard.trainer.layers import Keep, plan
 from dockyard.trainer.network import Network
 
 TRAINER = TrainerConfig(lora_r=4)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,8 +110,22 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
         head_dim=8,
         final_logit_softcapping=0.1,
     )
-    with pytest.raises(DockyardError, match="gemma2"):
+    with pytest.raises(DockyardError, match="`gemma2` does more to its logits"):
         Network(Gemma2ForCausalLM(config), TRAINER)
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        (MistralConfig, {"sliding_window": 8}),  # of all layers
+        (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),  # of the second
+    ],
+)
+def test_a_model_whose_tokens_see_only_the_latest_is_refused(family: Any, window: dict[str, Any]):
+    full = {**SHAPE, "sliding_window": None}
+    Network(AutoModelForCausalLM.from_config(family(**full)), TRAINER)
+    with pytest.raises(DockyardError, match="sliding_attention"):
+        Network(AutoModelForCausalLM.from_config(family(**full | window)), TRAINER)
 
 
 def test_the_reference_is_the_base_model():

@@ -179,6 +179,9 @@ def test_without_bitsandbytes_the_extra_to_install_is_named(monkeypatch: pytest.
     with pytest.raises(DockyardError, match="needs `bitsandbytes`") as caught:
         four_bit(tiny_model_dir())
     assert "dockyard[qlora]" in caught.value.hint
+    with pytest.raises(DockyardError, match="needs `bitsandbytes`"):  # before an engine is started for it
+        check_method(RunConfig(trainer=TRAINER), elsewhere=False, attempting=True)
+    check_method(RunConfig(trainer=TRAINER), elsewhere=True, attempting=True)
 
 
 def test_an_engine_with_other_base_weights_is_warned_of(caplog: pytest.LogCaptureFixture):

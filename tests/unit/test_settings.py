@@ -357,7 +357,7 @@ def test_a_server_needs_its_address_and_leaves_no_use_for_the_embedded_engines_s
             load_run_config(None, [*words, ignored])
 
 
-@pytest.mark.parametrize("name", ["demo", "one_gpu"])
+@pytest.mark.parametrize("name", ["demo", "multi_turn", "one_gpu"])
 def test_a_run_file_that_comes_with_dockyard_has_valid_settings(name: str):
     config = load_run_config(Path(__file__).parents[2] / "configs" / f"{name}.toml", [])
     assert config.run_dir == Path("runs", name)
@@ -372,6 +372,14 @@ def test_a_server_that_the_run_starts_has_no_address_and_is_a_vllm():
             load_run_config(None, [*launched, ignored])
     with pytest.raises(UsageError, match="`engine.launch` has no effect when `engine.type` is `sglang`"):
         load_run_config(None, ["--tasks.source=demo", "--engine.type=sglang", "--engine.launch=true"])
+    for option in ("--port", "--port=80", "--api_key"):
+        with pytest.raises(UsageError, match="but the run decides how the server that it starts is reached"):
+            load_run_config(None, [*launched, f'--engine.args=["{option}", "80"]'])
+    for share in ("0", "1", "1.5"):
+        with pytest.raises(UsageError, match="`--engine.memory_share` on the command line is"):
+            load_run_config(None, [*launched, f"--engine.memory_share={share}"])
+    with pytest.raises(UsageError, match="is `\\[\\]`; it must be a list of at least 1"):
+        load_run_config(None, [*launched, "--engine.command=[]"])
     asked = ["--tasks.source=demo", "--engine.type=vllm", "--engine.url=http://localhost:8000"]
     for ignored in ("--engine.memory_share=0.5", '--engine.args=["--enforce-eager"]', '--engine.command=["vllm"]'):
         with pytest.raises(UsageError, match="has no effect when `engine.launch` is false"):

@@ -18,7 +18,7 @@ from dockyard.types import Rollout, Task
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 CONFIG = Path(__file__).parents[2] / "configs" / "multi_turn.toml"
-AGENT = AgentConfig(name="shell", max_turns=5, kwargs={"commands": ["cat", "echo"], "command_timeout_s": 5})
+AGENT = AgentConfig(name="shell", max_turns=5, kwargs={"commands": ["cat", "echo"]})
 FREE = AgentConfig(name="shell", max_turns=5)
 WAYS = {
     "a pattern": "cat */*.txt",

@@ -52,6 +52,11 @@ def test_short_sequences_are_packed_together_beside_trees():
     assert sorted(map(shape, plant([*long, *short], 1000))) == [(0, [500]), (2000, [900] * 4)]
 
 
+def test_any_number_of_sequences_may_begin_one_another():
+    grown = plant([example(SYSTEM[: 100 + turn]) for turn in range(1500)], 200)
+    assert sum(len(row.targets) for tree in grown for row in tree.rows) == 1500
+
+
 def test_nothing_gives_no_trees():
     assert plant([], 1000) == []
 

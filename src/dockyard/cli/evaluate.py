@@ -31,6 +31,8 @@ def act(arguments: argparse.Namespace) -> int:
     adapter: Path | None = arguments.adapter
     if adapter and not (adapter / "adapter_config.json").is_file():
         hint = "an adapter folder is what PEFT's `save_pretrained` writes, e.g. RUN_DIR/adapters/v00050"
+        if (adapter / "config.json").is_file():
+            hint = "it is a whole model: `dockyard export RUN_DIR --output DIR`, then `dockyard eval --model.name DIR`"
         raise UsageError(f"`{adapter}` has no `adapter_config.json`", hint=hint)
     fresh = Purpose(verb="eval", split=arguments.split or "heldout", adapter=adapter and adapter.absolute())
     purpose = purpose_of(arguments, fresh, FLAGS)

@@ -58,9 +58,11 @@ def attend(
     pool_2SGD[1].index_copy_(0, slots_T, v_TGD)
     if fused(q_THD.device, q_THD.dtype, q_THD.shape[2]):
         return _flash(q_THD, pool_2SGD, rows_3R, limits, scale)
-    if q_THD.device.type == "cuda" and int(limits[0]) == 1:
+    if int(limits[0]) > 1:
+        return _one_by_one(q_THD, pool_2SGD, rows_3R, scale)
+    if q_THD.device.type == "cuda":
         return _gathered(q_THD, pool_2SGD, rows_3R, int(limits[1]), scale)
-    return _one_by_one(q_THD, pool_2SGD, rows_3R, scale)
+    return _one_token_each(q_THD, pool_2SGD, rows_3R, scale)
 
 
 def _flash(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, limits: Tensor, scale: float) -> Tensor:
@@ -89,21 +91,26 @@ def _gathered(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, max_k: int, sca
     return out.flatten(1, 2)
 
 
+def _one_token_each(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:
+    """The query heads that share a key head become that head's query positions, so that nothing is copied."""
+    _, starts, lengths = rows_3R.tolist()
+    keys_1GSD, values_1GSD = pool_2SGD.transpose(1, 2)[:, None]
+    outs: list[Tensor] = []
+    for q_1GqD, start, length in zip(
+        q_RHD.unflatten(1, (keys_1GSD.shape[1], -1)).split(1), starts, lengths, strict=False
+    ):
+        some = slice(start, start + length)
+        outs.append(scaled_dot_product_attention(q_1GqD, keys_1GSD[:, :, some], values_1GSD[:, :, some], scale=scale))
+    return torch.cat(outs).flatten(1, 2)
+
+
 def _one_by_one(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:
     bounds, starts, lengths = rows_3R.tolist()
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     for first, last, start, length in zip(bounds, bounds[1:], starts, lengths, strict=False):
         k_GKD, v_GKD = pool_2SGD[:, start : start + length].transpose(1, 2)
-        one = _one_token if last == first + 1 else _several_tokens
-        one(q_THD[first:last], k_GKD, v_GKD, out_THD[first:last], scale)
+        _several_tokens(q_THD[first:last], k_GKD, v_GKD, out_THD[first:last], scale)
     return out_THD
-
-
-def _one_token(q_1HD: Tensor, k_GKD: Tensor, v_GKD: Tensor, out_1HD: Tensor, scale: float) -> None:
-    """The query heads that share a key head become that head's query positions, so that nothing is copied."""
-    q_1GqD = q_1HD.unflatten(1, (len(k_GKD), -1))
-    out = scaled_dot_product_attention(q_1GqD, k_GKD[None], v_GKD[None], scale=scale)
-    out_1HD.copy_(out.flatten(1, 2))
 
 
 def _several_tokens(q_QHD: Tensor, k_GKD: Tensor, v_GKD: Tensor, out_QHD: Tensor, scale: float) -> None:

@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from dockyard import warden
@@ -24,6 +24,7 @@ from dockyard.engine.checks import Wanted
 from dockyard.engine.server import Server
 from dockyard.engine.vllm import max_rank
 from dockyard.errors import EngineError
+from dockyard.run_dir.durable import disk_errors
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ async def serving(
     if not engine.launch:
         yield engine
         return
-    port = _free_port()
-    words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
-    process = await _start(words, engine.args, f"http://127.0.0.1:{port}", log)
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
+        process = await _start(words, engine.args, url, log)
     watching = asyncio.create_task(_tell_of_its_end(process, log))
     try:
-        yield engine.model_copy(update={"url": f"http://127.0.0.1:{port}"})
+        yield engine.model_copy(update={"url": url})
     finally:
         watching.cancel()
         await _end(process)
@@ -85,13 +87,15 @@ async def _start(words: Sequence[str], args: Sequence[str], url: str, log: Path)
 
 async def _ready(command: Sequence[str], url: str, log: Path) -> Process | None:
     """The process once it answers; None when it has ended, or took too long."""
-    with log.open("wb") as output:
+    with disk_errors(log):
+        output = log.open("wb")
+    with output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", warden.__file__, str(_PATIENCE_S), *command),
             stdin=asyncio.subprocess.PIPE,  # the warden ends the server when it closes, as it does when we die
             stdout=output,
             stderr=output,
-            env=os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+            env=_environment(),
             start_new_session=True,
         )
     try:
@@ -104,14 +108,21 @@ async def _ready(command: Sequence[str], url: str, log: Path) -> Process | None:
     return None
 
 
+def _environment() -> dict[str, str]:
+    """With the key of some other server it would refuse us."""
+    ours = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    return ours | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
 async def _answers(process: Process, url: str) -> bool:
+    """Whatever the answer is: the checks of a server come later, and say what is wrong with it."""
     deadline = time.monotonic() + _START_S
     server = Server(url)
     try:
         while process.returncode is None and time.monotonic() < deadline:
             try:
-                if (await server.get("/v1/models", patient=False)).ok:
-                    return True
+                await server.get("/v1/models", patient=False)
+                return True
             except EngineError as error:  # it does not listen yet
                 logger.debug("%s", error)
             await asyncio.sleep(_PAUSE_S)
@@ -149,7 +160,10 @@ def _text(log: Path) -> str:
     return log.read_text(errors="replace")
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+@contextmanager
+def reserved_port() -> Generator[int]:
+    """A free one that nobody else is given while vLLM starts: until it listens there itself, it may share it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -15,6 +15,8 @@ from dockyard.types import IntArray
 
 _WORTH_A_PASS = 512
 """Tokens. Fewer are run faster with every row than in a pass of their own."""
+_DEPTH = 100
+"""How many branchings above one another are looked at. There are more where each sequence begins the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def plant(examples: Sequence[Example], max_tokens: int) -> list[Tree]:
     return trees + [Tree(trunk=np.zeros(0, dtype=np.int32), rows=(row,)) for row in alone]
 
 
-def _best(lengths: list[int], shared: list[int], first: int, last: int, max_tokens: int) -> _Plan:
+def _best(lengths: list[int], shared: list[int], first: int, last: int, max_tokens: int, depth: int = 0) -> _Plan:
     """The cheapest of: rows without a trunk, one trunk for all, and each part by itself that begins otherwise."""
     indices = list(range(first, last))
     num_rows, cost = _rows(lengths, shared, first, last, 0, max_tokens)
@@ -70,8 +72,10 @@ def _best(lengths: list[int], shared: list[int], first: int, last: int, max_toke
     if trunk >= _WORTH_A_PASS:
         _, own = _rows(lengths, shared, first, last, trunk, max_tokens)
         plans.append(_Plan(trunk + _WORTH_A_PASS + own, [(first, last, trunk)], []))
+    if depth == _DEPTH:
+        return min(plans, key=lambda found: found.cost)
     bounds = [first, *(index for index in indices[1:] if shared[index] == least), last]
-    parts = [_best(lengths, shared, *part, max_tokens) for part in pairwise(bounds)]
+    parts = [_best(lengths, shared, *part, max_tokens, depth + 1) for part in pairwise(bounds)]
     plans.append(
         _Plan(
             sum(part.cost for part in parts),

@@ -30,6 +30,7 @@ READ_BY_SOURCE = {
 }
 """Which settings of `tasks` mean something to which source."""
 _OF_LAUNCH = ("engine.command", "engine.memory_share", "engine.args")
+_ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")
 _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
 
 
@@ -161,15 +162,23 @@ def _without_effect(config: RunConfig) -> list[Problem]:
 
 
 def _contradictory(config: RunConfig) -> list[Problem]:
-    length, buffer = config.grpo.overlong_length, config.grpo.overlong_buffer
-    if length is None or buffer is None or buffer <= length:
-        return []
-    return [
+    found = [
         Problem(
-            f"`grpo.overlong_buffer` is {buffer}, more than `grpo.overlong_length`, which is {length}",
-            "the reward begins to fall so many tokens before that length: make it shorter",
+            f"`engine.args` has `{option}`, but the run decides how the server that it starts is reached",
+            "remove it; to ask a server of your own, `--engine.launch false --engine.url http://HOST:PORT`",
         )
+        for option in (word.partition("=")[0].replace("_", "-") for word in config.engine.args)
+        if option in _ADDRESS_OPTIONS
     ]
+    length, buffer = config.grpo.overlong_length, config.grpo.overlong_buffer
+    if length is not None and buffer is not None and buffer > length:
+        found.append(
+            Problem(
+                f"`grpo.overlong_buffer` is {buffer}, more than `grpo.overlong_length`, which is {length}",
+                "the reward begins to fall so many tokens before that length: make it shorter",
+            )
+        )
+    return found
 
 
 def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
@@ -201,6 +210,7 @@ def _ignored(config: RunConfig) -> dict[str, tuple[str, ...]]:
         "`engine.launch` is true": (engine.launch, ("engine.url", "engine.model", "engine.api_key_env")),
         "`engine.launch` is false": (not engine.launch, _OF_LAUNCH),
         "`trainer.method` is `full`": (config.trainer.method == "full", ("trainer.lora_r", "trainer.lora_alpha")),
+        "`model.device` is `cpu`": (config.model.device == "cpu", ("trainer.compile", "trainer.offload")),
         **_ignored_by_the_loss(config.grpo),
     }
     return {when: keys for when, (holds, keys) in circumstances.items() if holds}

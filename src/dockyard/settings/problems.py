@@ -22,6 +22,7 @@ _EXPECTED = {
     "string": "text",
     "dict": "a table",
     "list": "a list",
+    "tuple": "a list",
     "path": "a path",
     "model": "a section",
 }
@@ -123,6 +124,8 @@ def _expected(details: ErrorDetails) -> str:
     by_type = _EXPECTED.get(details["type"].partition("_")[0])
     if by_type and details["type"].endswith(_ABOUT_TYPE):
         return by_type
+    if details["type"] == "too_short":
+        return f"a list of at least {details.get('ctx', {})['min_length']}"
     return details["msg"].removeprefix("Input should be ")
 
 

@@ -64,6 +64,8 @@ def _load_base(config: RunConfig, model_dir: Path, say: Callable[[str], None], *
             100 * share,
             base.config.model_type,
         )
+    if config.trainer.offload and base.device.type == "cpu":
+        logger.warning("`trainer.offload` has no effect without a GPU: the model is on the CPU")
     if method == "full":
         with_reference = config.grpo.kl_coef > 0 or config.tasks.source == "recorded"
         refuse_too_large(base, num_copies=with_engine + with_reference)

@@ -1,4 +1,4 @@
-"""Decoder layers as they are trained on a GPU: compiled, and keeping for the backward pass what the memory allows.
+"""Decoder layers as they are trained: compiled on a GPU, and keeping for the backward pass what the memory allows.
 
 A layer that keeps everything is fastest; one that keeps less makes the rest again, and one that keeps nothing runs
 twice. How much each way takes is measured on the first layer when it is first needed.
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as partitioner
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dockyard.trainer.attention import in_layer
+from dockyard.trainer.free_memory import free_bytes
 
 
 class Keep(IntEnum):
@@ -110,7 +111,7 @@ class Layers:
                 self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
             sizes[keep] = self._per_token[keep] * num_tokens
             later = self.reserved_tokens * self._per_token[Keep.EVERYTHING] * (self._num + _BACKWARD)
-            room = _free_bytes() - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING] - later
+            room = free_bytes(hidden_1TD.device) - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING] - later
             chosen = plan(sizes, self._num, room)
             if sum(sizes[kept] for kept in chosen) <= room:
                 break
@@ -125,6 +126,9 @@ class Layers:
         some_kwargs = {name: _shortened(value, num, short) for name, value in kwargs.items()}
         if "row_blocks" in kwargs:
             some_kwargs["row_blocks"] = torch.tensor([[0, short, 0, short], [0, 0, 0, 0]])
+        if hidden_1TD.device.type == "cpu":
+            some = _shortened(hidden_1TD, num, short).detach().requires_grad_()
+            return _bytes_kept(layer, lambda: self._run(keep, layer, some, *some_args, **some_kwargs)) / short
         used = 0
         for _ in range(2):  # the first time compiles, and leaves other things behind too
             some = _shortened(hidden_1TD, num, short).detach().requires_grad_()
@@ -163,9 +167,20 @@ def plan(sizes: dict[Keep, float], num_layers: int, room: float) -> list[Keep]:
     return chosen
 
 
-def _free_bytes() -> int:
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+def _bytes_kept(layer: Any, run: Callable[[], Any]) -> int:
+    """What a run of a layer leaves besides its weights, each piece of memory once."""
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    pieces: dict[int, int] = {}
+
+    def note(kept: Tensor) -> Tensor:
+        memory = kept.untyped_storage()
+        pieces[memory.data_ptr()] = memory.nbytes()
+        return kept
+
+    with saved_tensors_hooks(note, lambda kept: kept):
+        out = run()
+    del out  # until here nothing of it is freed, so that no address comes twice
+    return sum(size for address, size in pieces.items() if address not in weights)
 
 
 def _mark_lengths(values: Iterable[Any], num_tokens: int) -> None:

@@ -21,6 +21,10 @@ def check_method(config: RunConfig, *, elsewhere: bool, attempting: bool) -> Non
         if lr > _BOLD_LR:
             logger.warning("`trainer.lr` is %g: above %g all weights of a model soon fall apart", lr, _BOLD_LR)
         return
+    if method == "qlora" and not elsewhere:
+        from dockyard.engine.four_bit import check_installed  # with torch, which a policy elsewhere does without
+
+        check_installed()
     if 0 < lr < _TIMID_LR:
         logger.warning("`trainer.lr` is %g: below %g a LoRA barely moves", lr, _TIMID_LR)
     if method == "qlora" and attempting and config.engine.type != "transformers":

@@ -88,13 +88,14 @@ class Network:
         self._decoder: Any = base.get_decoder()
         self._head: Any = base.get_output_embeddings()
         self._check_head()
+        _refuse_windows(base.config.get_text_config())
         self._on_gpu = self.model.device.type == "cuda"
         self._compiled = self._on_gpu and trainer.compile and _num_weights(self.model) >= _WORTH_COMPILING
         self._layers = Layers(
             self._decoder.layers,
             compiled=self._compiled,
             levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
-            spare_bytes=_CHUNK * self._head.weight.shape[0] * 8,
+            spare_bytes=_CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24),
         )
 
     @property
@@ -290,10 +291,22 @@ _fused_slope: Any = torch.compile(_slope, dynamic=True)
 def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Keep]:
     """How much layers may keep, most first."""
     if not on_gpu:
-        return [Keep.EVERYTHING]
+        return [Keep.EVERYTHING, Keep.NOTHING]
     between = [Keep.PRODUCTS, Keep.ATTENTION] if compiled else []
     last = [Keep.OFFLOADED] if trainer.offload else []
     return [Keep.EVERYTHING, *between, Keep.NOTHING, *last]
+
+
+def _refuse_windows(config: Any) -> None:
+    """Rows know full attention only: windows, or states that are carried along, would be trained as if not there."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if kinds != {"full_attention"}:
+        raise DockyardError(
+            f"only full attention is trained; `{config.model_type}` has {', '.join(sorted(kinds))}",
+            hint="choose a model without sliding or linear attention layers",
+        )
 
 
 def _num_weights(model: Any) -> int:

@@ -1,0 +1,82 @@
+"""How much of a pass is kept for the backward pass on a CPU, and that the gradients are the same."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from packed_rows import random_row
+from tiny_policy import tiny_model_dir
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaForCausalLM
+
+from dockyard.config import TrainerConfig
+from dockyard.trainer import layers
+from dockyard.trainer.free_memory import available, left_to_group
+from dockyard.trainer.network import Network
+
+ROW = random_row()
+
+
+def trained(method: str = "lora") -> Network:
+    trainer = TrainerConfig(method="full") if method == "full" else TrainerConfig(lora_r=4)
+    base = LlamaForCausalLM.from_pretrained(tiny_model_dir())
+    torch.manual_seed(0)
+    network = Network(base, trainer, with_reference=False)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.trained:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return network
+
+
+def kept_and_grads(network: Network) -> tuple[int, tuple[Tensor, ...]]:
+    """How many tensors a pass leaves for its backward pass, and what that comes to."""
+    kept = 0
+
+    def note(x: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 1
+        return x
+
+    with saved_tensors_hooks(note, lambda x: x):
+        total = network.scores(ROW, 1.0).logprobs_N.sum()
+    return kept, torch.autograd.grad(total, network.trained)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_with_little_memory_layers_run_twice_and_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, method: str):
+    monkeypatch.setattr(layers, "free_bytes", lambda _: math.inf)
+    much, expected = kept_and_grads(trained(method))
+    monkeypatch.setattr(layers, "free_bytes", lambda _: 0.0)
+    little, grads = kept_and_grads(trained(method))
+    assert little < much / 2
+    assert any(grad.abs().sum() > 0 for grad in expected)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_runs_twice_keeps_only_what_it_was_called_with(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layers, "free_bytes", lambda _: 0.0)
+    network = trained()
+    network.scores(ROW, 1.0)
+    sizes = network._layers._per_token
+    assert sizes[layers.Keep.NOTHING] == 32 * 4  # a hidden state in float32
+    assert sizes[layers.Keep.EVERYTHING] > 10 * sizes[layers.Keep.NOTHING]
+
+
+def test_linux_says_how_much_is_available(tmp_path: Path):
+    meminfo = tmp_path / "meminfo"
+    assert available(meminfo) == math.inf  # another system
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    300 kB\n")
+    assert available(meminfo) == 300 * 1024
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path):
+    assert left_to_group(tmp_path) == math.inf  # no such limits here
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_to_group(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    assert left_to_group(tmp_path) == 400
