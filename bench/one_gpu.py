@@ -37,6 +37,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from update import random_model
 
 from dockyard.collect.task_sets import task_sets
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
@@ -98,16 +99,6 @@ def write_shape(folder: Path, size: str) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     return folder
-
-
-def random_weights(size: str) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype())
-    try:
-        with torch.device(DEVICE):
-            return Qwen2ForCausalLM._from_config(shape(size)).requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def write_tasks(folder: Path, count: int, prompt_tokens: int) -> Path:
@@ -413,7 +404,11 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     log = args.out.with_suffix(".vllm.log") if args.out else folder / "vllm.log"
     async with serving(config.engine, config.model, model_dir, wanted_of(config, model_dir), log) as engine:
         print(f"vLLM ready after {time.monotonic() - started:.0f} s", flush=True)
-        base = load_model(model_dir, ModelConfig(device=DEVICE)) if args.model else random_weights(args.size)
+        base = (
+            load_model(model_dir, ModelConfig(device=DEVICE))
+            if args.model
+            else random_model(shape(args.size), Qwen2ForCausalLM, DEVICE)
+        )
         policy = Policy(base, config.trainer, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
         bench = Bench(args=args, folder=folder, model_dir=model_dir, engine=engine, policy=policy)
         print(f"| mode | step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")

@@ -5,18 +5,19 @@ import numpy as np
 from dockyard.rl.pack import Example, Row, pack
 
 
+def example_of(ids: list[int]) -> Example:
+    """All tokens but the first are trained."""
+    return Example(
+        token_ids=np.array(ids, np.int32),
+        targets=np.arange(1, len(ids), dtype=np.int32),
+        old_logprobs=None,
+        advantage=1.0,
+        weight=1.0,
+    )
+
+
 def row_of(*sequences: list[int]) -> Row:
-    examples = [
-        Example(
-            token_ids=np.array(ids, np.int32),
-            targets=np.arange(1, len(ids), dtype=np.int32),
-            old_logprobs=None,
-            advantage=1.0,
-            weight=1.0,
-        )
-        for ids in sequences
-    ]
-    [row] = pack(examples, 10_000)
+    [row] = pack([example_of(ids) for ids in sequences], 10_000)
     return row
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_rows import example_of
 
 from dockyard.rl import trees
 from dockyard.rl.pack import Example
@@ -81,20 +82,10 @@ def paths(tree: Tree) -> list[list[int]]:
 def test_every_trained_token_is_there_once_with_exactly_its_own_beginning(
     sequences: list[list[int]], max_tokens: int, worth: int
 ):
-    examples = [
-        Example(
-            token_ids=np.array(ids, np.int32),
-            targets=np.arange(1, len(ids), dtype=np.int32),
-            old_logprobs=None,
-            advantage=1.0,
-            weight=1.0,
-        )
-        for ids in sequences
-    ]
     before = trees._WORTH_A_PASS
     trees._WORTH_A_PASS = worth  # pyright: ignore[reportConstantRedefinition]
     try:
-        grown = plant(examples, max_tokens)
+        grown = plant([example_of(ids) for ids in sequences], max_tokens)
     finally:
         trees._WORTH_A_PASS = before  # pyright: ignore[reportConstantRedefinition]
     expected = sorted(ids[: at + 1] for ids in sequences for at in range(1, len(ids)))

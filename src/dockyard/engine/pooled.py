@@ -13,10 +13,8 @@ from torch import Tensor
 from dockyard.engine import attention
 from dockyard.engine.attention import Packed
 from dockyard.engine.kv import SCRATCH, Pool
+from dockyard.engine.weights import worth_compiling
 from dockyard.types import IntArray
-
-_WORTH_COMPILING = 10**9
-"""Weights of a model from which on half a minute of compiling is soon won back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,7 @@ class PooledModel:
     def __init__(self, model: Any, pool: Pool) -> None:
         self.pool = pool
         self._run_layer: Any = _run_layer
-        num_weights = sum(parameter.numel() for parameter in model.parameters())
-        self._compiled = model.device.type == "cuda" and num_weights >= _WORTH_COMPILING
+        self._compiled = worth_compiling(model)
         if self._compiled:
             self._run_layer = torch.compile(_run_layer)
         self.take_over(model)

@@ -20,7 +20,7 @@ from dockyard.engine.batch import Batch, Counts, Row
 from dockyard.engine.kv import KVShape, Pool, pool_size
 from dockyard.engine.pooled import PooledModel
 from dockyard.engine.steps import steps_for
-from dockyard.engine.weights import load_weights
+from dockyard.engine.weights import load_weights, other_attention
 from dockyard.errors import EngineError
 
 
@@ -182,13 +182,11 @@ def _kv_shape(model: Any, text: Any) -> KVShape:
 
 
 def _refuse_unknown_attention(text_config: Any) -> None:
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
-        kinds = {"sliding_attention"}
+    kinds = other_attention(text_config)
     if not hasattr(text_config, "num_key_value_heads"):
-        kinds = {"another layout of attention heads"}
-    if kinds != {"full_attention"}:
+        kinds = ["another layout of attention heads"]
+    if kinds:
         raise EngineError(
-            f"the embedded engine runs full attention only; `{text_config.model_type}` has {', '.join(sorted(kinds))}",
+            f"the embedded engine runs full attention only; `{text_config.model_type}` has {', '.join(kinds)}",
             hint="choose a model without sliding or linear attention layers",
         )

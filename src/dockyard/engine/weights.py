@@ -15,6 +15,9 @@ from dockyard.engine.four_bit import four_bit_config, keep_layout, quant_states
 from dockyard.engine.model_dir import hub_name
 from dockyard.errors import DockyardError, EngineError
 
+_WORTH_COMPILING = 10**9
+"""Weights."""
+
 
 def resolve_device(config: ModelConfig) -> torch.device:
     """The device that `auto` stands for."""
@@ -52,6 +55,19 @@ def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False, fo
     model.config.name_or_path = model.name_or_path = hub_name(config.name) or str(folder.absolute())
     keep_layout(model)
     return model if four_bit else cast(Any, model).to(device)
+
+
+def worth_compiling(model: Any) -> bool:
+    """Whether it is on a GPU, and so large that a minute of compiling is soon won back."""
+    return model.device.type == "cuda" and sum(weight.numel() for weight in model.parameters()) >= _WORTH_COMPILING
+
+
+def other_attention(text_config: Any) -> list[str]:
+    """Which kinds of attention a model has besides full attention, the only one that is served or trained here."""
+    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    return sorted(kinds) if kinds != {"full_attention"} else []
 
 
 def share_weights(model: Any) -> Any:

@@ -64,7 +64,7 @@ class Trunk:
     def add(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
         """What a row asks of the trunk, summed in float32 or better."""
         if layer not in self.grads:
-            self.grads[layer] = (_wide(dk_PGD), _wide(dv_PGD))
+            self.grads[layer] = (wide(dk_PGD), wide(dv_PGD))
         else:
             for total, grad in zip(self.grads[layer], (dk_PGD, dv_PGD), strict=True):
                 total += grad
@@ -393,7 +393,8 @@ def _for_transformers(
     return out_THD[None], None
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

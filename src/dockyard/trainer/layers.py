@@ -85,8 +85,6 @@ class Layers:
         if not torch.is_grad_enabled():
             run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
             return run(hidden_1TD, *args, **kwargs)
-        if len(self._levels) == 1:
-            return self._run(self._levels[0], layer, hidden_1TD, *args, **kwargs)
         if index == 0:
             self._plan = self._choose(layer, hidden_1TD, args, kwargs)
         return self._run(self._plan[index], layer, hidden_1TD, *args, **kwargs)

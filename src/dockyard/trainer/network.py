@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dockyard.config import TrainerConfig
+from dockyard.engine.weights import other_attention, worth_compiling
 from dockyard.errors import DockyardError
 from dockyard.rl.pack import Row
 from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
+from dockyard.trainer.attention import wide
 from dockyard.trainer.layers import Keep, Layers
 from dockyard.types import IntArray
 
-_WORTH_COMPILING = 10**9
-"""Weights of a model from which on a minute of compiling is soon won back."""
 _CHUNK = 2048
 """Tokens whose logits exist at once."""
 
@@ -90,7 +90,7 @@ class Network:
         self._check_head()
         _refuse_windows(base.config.get_text_config())
         self._on_gpu = self.model.device.type == "cuda"
-        self._compiled = self._on_gpu and trainer.compile and _num_weights(self.model) >= _WORTH_COMPILING
+        self._compiled = trainer.compile and worth_compiling(self.model)
         self._layers = Layers(
             self._decoder.layers,
             compiled=self._compiled,
@@ -257,7 +257,7 @@ class _Head(torch.autograd.Function):
         hidden_ND, weight_VD, targets_N, lse_N = ctx.saved_tensors
         columns = zip(*(x.split(_CHUNK) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(_wide(weight_VD)) if ctx.needs_input_grad[1] else None
+        grad_weight_VD = torch.zeros_like(wide(weight_VD)) if ctx.needs_input_grad[1] else None
         for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(_CHUNK), columns, strict=True):
             logits_CV = linear(hidden, weight_VD)
             grad_CV = ctx.slope(logits_CV, targets, lse, grad, ctx.temperature)
@@ -268,7 +268,7 @@ class _Head(torch.autograd.Function):
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    scaled_CV = _wide(logits_CV) / temperature
+    scaled_CV = wide(logits_CV) / temperature
     lse_C = scaled_CV.logsumexp(-1)
     logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0] - lse_C
     entropy_C = lse_C - ((scaled_CV - lse_C[:, None]).exp() * scaled_CV).sum(-1)
@@ -278,7 +278,7 @@ def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tup
 def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> Tensor:
     """The gradient of the logits, given that of the logprobs."""
     drawn_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
-    probabilities_CV = (_wide(logits_CV) / temperature - lse_C[:, None]).exp()
+    probabilities_CV = (wide(logits_CV) / temperature - lse_C[:, None]).exp()
     slope_CV = torch.where(drawn_CV, 1 - probabilities_CV, -probabilities_CV)
     return (slope_CV * (grad_C[:, None] / temperature)).to(logits_CV.dtype)
 
@@ -299,19 +299,8 @@ def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Kee
 
 def _refuse_windows(config: Any) -> None:
     """Rows know full attention only: windows, or states that are carried along, would be trained as if not there."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}
-    if kinds != {"full_attention"}:
+    if kinds := other_attention(config):
         raise DockyardError(
-            f"only full attention is trained; `{config.model_type}` has {', '.join(sorted(kinds))}",
+            f"only full attention is trained; `{config.model_type}` has {', '.join(kinds)}",
             hint="choose a model without sliding or linear attention layers",
         )
-
-
-def _num_weights(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
