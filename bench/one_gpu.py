@@ -341,7 +341,12 @@ def num_warmup(args: argparse.Namespace, max_staleness: int) -> int:
 
 def settings(args: argparse.Namespace, folder: Path, model_dir: Path, max_staleness: int) -> RunConfig:
     at_once = args.tasks * args.group * (max(MODES.values()) + 1)  # those of a step, and those begun early
-    agent = {"turns": args.turns, "sandbox_s": args.sandbox_s, "observed": args.observed_tokens}
+    agent = {
+        "turns": args.turns,
+        "sandbox_s": args.sandbox_s,
+        "spread": args.sandbox_spread,
+        "observed": args.observed_tokens,
+    }
     return RunConfig.model_validate(
         {
             "steps": num_warmup(args, max_staleness) + args.steps + 1,
@@ -434,7 +439,8 @@ def main() -> None:
     add("--prompt-tokens", type=int, default=512)
     add("--new-tokens", type=int, default=128)
     add("--observed-tokens", type=int, default=128, help="printed by a command")
-    add("--sandbox-s", type=float, default=3.5, help="that a command takes")
+    add("--sandbox-s", type=float, default=3.5, help="that a command takes, on average")
+    add("--sandbox-spread", type=float, default=0.0, help="0.5: commands take from half to one and a half times that")
     add("--kl-coef", type=float, default=0.001)
     add("--micro-batch-tokens", type=int, default=16_384)
     add("--memory-share", type=float, default=0.4, help="of the GPU, for vLLM")

@@ -11,10 +11,11 @@ from harbor import AgentContext, BaseAgent, BaseEnvironment
 class TurnsAgent(BaseAgent):
     """Does nothing useful, at a given pace."""
 
-    def __init__(self, *args: Any, turns: int, sandbox_s: float, observed: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, turns: int, sandbox_s: float, spread: float, observed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._turns = turns
         self._sandbox_s = sandbox_s
+        self._spread = spread
         self._observed = observed
 
     @staticmethod
@@ -45,8 +46,10 @@ class TurnsAgent(BaseAgent):
             return answer["choices"][0]["message"]["content"] or ""
 
     async def _act(self, environment: BaseEnvironment, said: str) -> str:
-        start = zlib.crc32(said.encode()) % 10**6
+        number = zlib.crc32(said.encode())
+        sleep_s = self._sandbox_s * (1 + self._spread * (number / 2**31 - 1))
+        start = number % 10**6
         numbers = f"seq -s ' ' {start} {start + self._observed} | head -c {self._observed}"
         reply = shlex.quote(said.replace("\0", ""))
-        done = await environment.exec(f"printf %s {reply} > reply.txt; sleep {self._sandbox_s}; {numbers}")
+        done = await environment.exec(f"printf %s {reply} > reply.txt; sleep {sleep_s:.3f}; {numbers}")
         return done.stdout or ""

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -45,6 +45,8 @@ OUR_WAYS: dict[str, dict[str, Any]] = {
     ", not shared, rows of 65,536": {"shared": False, "row_tokens": 65_536},
 }
 """In which a group is trained."""
+TAKEN: list[torch.Tensor] = []
+"""Memory of the GPU that nobody else can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,8 @@ def timed(work: Callable[[], Any], device: str, *, repeats: int = 1, warm: bool 
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / repeats
-        return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        taken = sum(memory.nbytes for memory in TAKEN)
+        return seconds, (torch.cuda.max_memory_allocated() - taken) / 2**30 if device == "cuda" else 0.0
     except (torch.OutOfMemoryError, DockyardError) as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return None
@@ -155,8 +158,8 @@ class Ours:
 
     name = "dockyard"
 
-    def __init__(self, base: Any) -> None:
-        self.trainer = TrainerConfig(lr=1e-5, lora_r=16, lora_alpha=32)
+    def __init__(self, base: Any, *, offload: bool = False) -> None:
+        self.trainer = TrainerConfig(lr=1e-5, lora_r=16, lora_alpha=32, offload=offload)
         self.policy = Policy(base, self.trainer, GRPOConfig(kl_coef=0), temperature=1.0, seed=0)
 
     def update(self, examples: list[Example], *, shared: bool = True, row_tokens: int | None = None) -> None:
@@ -365,7 +368,12 @@ def all_heads(module: Any, query: Any, key: Any, value: Any, attention_mask: Non
 
 
 def measure_gradients(device: str, tiny: bool) -> None:
-    """How far the group's gradients are from those in float32, one sequence at a time, of the same two layers."""
+    """How far the group's gradients are from those in float32, one sequence at a time, of the same two layers.
+
+    As in a first update, old logprobs are the policy's own (float32's). Embeddings are as large as what layers add to
+    them, as in trained models: made as small as other weights, the tokens of a long random text become all alike in
+    the first layer, and rounding is most of what is left of them.
+    """
     AttentionInterface.register("all_heads", all_heads)
     scale = 64 if tiny else 1
     rng = np.random.default_rng(0)
@@ -376,6 +384,7 @@ def measure_gradients(device: str, tiny: bool) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         weights: Any = Qwen2ForCausalLM(config).requires_grad_(False)
+    weights.get_input_embeddings().weight.normal_()
     exact: Any = None
     print("| gradients | distance from float32 | cosine |\n|---|---|---|")
     for name, system_of, dtype, options in (
@@ -393,6 +402,9 @@ def measure_gradients(device: str, tiny: bool) -> None:
         with torch.no_grad():
             for parameter in trained:
                 parameter.copy_(torch.randn(parameter.shape) * 0.02)
+            if exact is None:
+                assert isinstance(system, Plain)
+                group = [replace(item, old_logprobs=system.logprobs(item).cpu().numpy()) for item in group]
         system.update(group, **options)
         grads = torch.cat([parameter.grad.double().flatten() for parameter in trained])
         exact = grads if exact is None else exact
@@ -457,9 +469,15 @@ def main() -> None:
     parser.add_argument("--systems", default="ours,trl,plain")
     parser.add_argument("--parts", default="lengths,shared,head,gradients,moe")
     parser.add_argument("--size", default="7b", choices=list(SIZES), help="`tiny` shows on a CPU that it runs")
+    parser.add_argument("--card-gib", type=float, help="leave this much of the GPU's memory, as a smaller card has")
+    parser.add_argument("--offload", action="store_true", help="`trainer.offload` for ours")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    SYSTEMS["ours"] = partial(Ours, offload=arguments.offload)
+    if arguments.card_gib:
+        num = int(torch.cuda.mem_get_info()[0] - arguments.card_gib * 2**30)
+        TAKEN.append(torch.empty(num, dtype=torch.uint8, device="cuda"))
     names = arguments.systems.split(",")
     table = Table(arguments.out)
     if "lengths" in arguments.parts or "shared" in arguments.parts:

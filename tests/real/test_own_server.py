@@ -20,7 +20,7 @@ from dockyard.config import EngineConfig, ModelConfig
 from dockyard.engine.connect import connect
 from dockyard.engine.own_server import options, reserved_port, serving, summary
 from dockyard.engine.remote import RemoteEngine
-from dockyard.errors import DockyardError
+from dockyard.errors import DockyardError, EngineError
 
 SCRIPT = Path(__file__).parents[1] / "fake_vllm_command.py"
 GPU = ModelConfig()
@@ -93,13 +93,48 @@ async def test_a_program_that_is_not_installed_is_named(tmp_path: Path):
             pass
 
 
-async def test_the_end_of_a_server_in_the_middle_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    async with serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"):
-        [server] = [process for process in fakes(tmp_path) if "-I" not in words_of(process)]  # the warden's option
-        os.kill(server.pid, signal.SIGKILL)
-        async with asyncio.timeout(600):  # only against hanging
-            while "vLLM ended with code 137 in the middle of the run" not in caplog.text:
-                await asyncio.sleep(0.05)
+async def test_a_run_ends_when_its_server_does_and_says_why(tmp_path: Path):
+    async def run() -> None:
+        async with serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"):
+            kill_server(tmp_path)
+            async with asyncio.timeout(600):  # only against hanging
+                await asyncio.Event().wait()
+
+    with pytest.raises(EngineError, match="vLLM ended with code 137 in the middle of the run") as caught:
+        await run()
+    assert f"`{tmp_path / 'log'}`" in caught.value.hint
+    current = asyncio.current_task()
+    assert current
+    assert not current.cancelling()  # what comes after the run is not given up too
+
+
+async def test_a_failure_of_the_run_itself_is_not_taken_for_the_servers_end(tmp_path: Path):
+    with pytest.raises(TimeoutError):
+        async with (
+            serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"),
+            asyncio.timeout(0.1),
+        ):
+            await asyncio.Event().wait()
+
+
+async def test_an_interrupt_of_the_run_stays_one(tmp_path: Path):
+    async def run() -> None:
+        async with serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"):
+            ready.set()
+            await asyncio.Event().wait()
+
+    ready = asyncio.Event()
+    task = asyncio.create_task(run())
+    async with asyncio.timeout(600):
+        await ready.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def kill_server(folder: Path) -> None:
+    [server] = [process for process in fakes(folder) if "-I" not in words_of(process)]  # the warden's option
+    os.kill(server.pid, signal.SIGKILL)
 
 
 RUN = """

@@ -48,11 +48,10 @@ async def serving(
         url = f"http://127.0.0.1:{port}"
         words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
         process = await _start(words, engine.args, url, log)
-    watching = asyncio.create_task(_tell_of_its_end(process, log))
     try:
-        yield engine.model_copy(update={"url": url})
+        async with _until_it_ends(process, log):
+            yield engine.model_copy(update={"url": url})
     finally:
-        watching.cancel()
         await _end(process)
 
 
@@ -131,9 +130,29 @@ async def _answers(process: Process, url: str) -> bool:
         await server.close()
 
 
-async def _tell_of_its_end(process: Process, log: Path) -> None:
-    code = await process.wait()
-    logger.error("vLLM ended with code %d in the middle of the run (%s):\n%s", code, log, summary(_text(log)))
+@asynccontextmanager
+async def _until_it_ends(process: Process, log: Path) -> AsyncGenerator[None]:
+    """The block is given up when the server ends: nobody would start it again, however long one asks."""
+    block = asyncio.current_task()
+    assert block is not None
+    cancelled_before = block.cancelling()
+
+    async def give_up() -> None:
+        await process.wait()
+        block.cancel()
+
+    watching = asyncio.create_task(give_up())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watching.done() or block.uncancel() > cancelled_before:
+            raise  # by somebody else
+        raise EngineError(
+            f"vLLM ended with code {process.returncode} in the middle of the run:\n{summary(_text(log))}",
+            hint=f"its log is `{log}`; the same command with `--resume` starts both again",
+        ) from None
+    finally:
+        watching.cancel()
 
 
 async def _end(process: Process) -> None:

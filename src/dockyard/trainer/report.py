@@ -92,11 +92,14 @@ def report(run: RunDir, summary: dict[str, Any]) -> str:
 
 
 def _evaluation(summary: dict[str, Any]) -> str:
-    lines = [f"held-out reward, {summary['eval_tasks']} tasks (± is a 95 % interval)", f"{'':10}before    after"]
-    for kind, before in summary["eval_before_kinds"].items():
-        lines.append(f"{kind or 'all':10}{before:6.2f}   {summary['eval_after_kinds'].get(kind, float('nan')):6.2f}")
+    before, after = summary["eval_before_kinds"], summary["eval_after_kinds"]
+    names = {kind: kind or "all" for kind in before}
+    width = max(8, *map(len, names.values())) + 2
+    lines = [f"held-out reward, {summary['eval_tasks']} tasks (± is a 95 % interval)", f"{'':{width}}before    after"]
+    for kind, name in names.items():
+        lines.append(f"{name:{width}}{before[kind]:6.2f}   {after.get(kind, float('nan')):6.2f}")
     lines.append(
-        f"{'mean':10}{summary['eval_before']:6.2f}   {summary['eval_after']:6.2f}"
+        f"{'mean':{width}}{summary['eval_before']:6.2f}   {summary['eval_after']:6.2f}"
         f"    (± {summary['eval_before_error']:.2f}, ± {summary['eval_after_error']:.2f})"
     )
     return "\n".join(lines)
