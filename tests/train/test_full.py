@@ -19,12 +19,13 @@ from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, Ta
 from dockyard.engine import GenerateRequest, Generation
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model, load_weights
-from dockyard.errors import EngineError, UsageError
+from dockyard.errors import DockyardError, EngineError, UsageError
 from dockyard.rl import trees
 from dockyard.rl.examples import examples_of
 from dockyard.run_dir import RunDir
 from dockyard.settings import load_run_config
-from dockyard.trainer.memory import bytes_to_train
+from dockyard.trainer import memory
+from dockyard.trainer.memory import bytes_to_train, refuse_too_large
 from dockyard.trainer.method import check_method
 from dockyard.trainer.optimizer import Optimizer
 from dockyard.trainer.policy import Policy
@@ -299,3 +300,13 @@ def test_what_it_takes_is_counted_before_it_is_needed(dtype: torch.dtype, per_we
     model = model_of(tied=True, dtype=dtype)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     assert bytes_to_train(model, num_copies=1) == num_weights * per_weight
+
+
+def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
+    model = model_of(tied=True)
+    needed = bytes_to_train(model, num_copies=1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    refuse_too_large(model, num_copies=1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(DockyardError, match="training all weights of `qwen2` takes .* GiB .* this machine has .* left"):
+        refuse_too_large(model, num_copies=1)

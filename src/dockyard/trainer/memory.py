@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import torch
-
 from dockyard.errors import DockyardError
+from dockyard.trainer.free_memory import free_bytes
 
 _FLOAT32 = 4
 
@@ -25,14 +24,12 @@ def bytes_to_train(model: Any, *, num_copies: int) -> int:
 
 
 def refuse_too_large(model: Any, *, num_copies: int) -> None:
-    """An error when a GPU has not so much memory left."""
-    if model.device.type != "cuda":
-        return
-    free = torch.cuda.mem_get_info(model.device)[0]
-    needed = bytes_to_train(model, num_copies=num_copies)
+    """An error when there is not so much memory left."""
+    free, needed = free_bytes(model.device), bytes_to_train(model, num_copies=num_copies)
     if needed > free:
+        where = "the GPU" if model.device.type == "cuda" else "this machine"
         raise DockyardError(
-            f"training all weights of `{model.config.model_type}` takes {needed / 2**30:.0f} GiB besides the model "
-            f"itself, and the GPU has {free / 2**30:.0f} GiB left",
+            f"training all weights of `{model.config.model_type}` takes {needed / 2**30:.1f} GiB besides the model "
+            f"itself, and {where} has {free / 2**30:.1f} GiB left",
             hint="`--trainer.method lora` takes a tenth of that, or choose a smaller model",
         )
