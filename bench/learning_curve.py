@@ -9,29 +9,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dockyard.collect.passk import Score, score_tasks
+from dockyard.collect.passk import Score, score_rollouts
 from dockyard.errors import DockyardError
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
-from dockyard.types import Rollout
 
 
 def heldout(run: RunDir, phase: str) -> dict[str, Score]:
     """The mean reward of held-out rollouts: of all tasks, then of each kind."""
     rollouts = [item.rollout for item in run.read_rollouts(phase)]
-    kinds = sorted({rollout.kind for rollout in rollouts})
-    rows = {"all": rollouts, **{kind: [one for one in rollouts if one.kind == kind] for kind in kinds}}
-    scores = {name: mean_reward(some) for name, some in rows.items()}
-    return {name: score for name, score in scores.items() if score}
-
-
-def mean_reward(rollouts: list[Rollout]) -> Score | None:
-    """The mean over tasks. Rollouts that were lost count nowhere."""
-    by_task: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.reward is not None:
-            by_task.setdefault(rollout.task, []).append(rollout.reward)
-    scores = score_tasks(list(by_task.values()))
-    return scores and scores.reward
+    kinds = {"all": None} | {kind: kind for kind in sorted({rollout.kind for rollout in rollouts})}
+    scores = {name: score_rollouts(rollouts, kind) for name, kind in kinds.items()}
+    return {name: found.reward for name, found in scores.items() if found}
 
 
 def draw(rewards: list[float], before: Score, after: Score, file: Path) -> None:

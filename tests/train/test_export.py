@@ -44,7 +44,7 @@ def write_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), best: in
             with run.new_checkpoint(step) as folder:
                 policy.save(folder)
             if step == best:
-                score = HeldoutScore(step=step, reward=0.75, error=0.1)
+                score = HeldoutScore(step=step, reward=0.75)
                 run.checkpoints.keep_best(path / f"checkpoints/step-{step:05}", score)
     return path
 

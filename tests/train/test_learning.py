@@ -22,7 +22,7 @@ def run_demo(folder: Path, *settings: str) -> dict[str, Any]:
 def test_half_a_demo_learns(tmp_path: Path):
     summary = run_demo(tmp_path / "run", "--steps=10", "--trainer.schedule=constant", "--seed=2")
     assert summary["eval_after"] - summary["eval_before"] > 0.25
-    assert summary["eval_after"] - summary["eval_after_error"] > summary["eval_before"] + summary["eval_before_error"]
+    assert summary["eval_after"] > summary["eval_before_high"]
     assert fmean(summary["rewards"][-3:]) > fmean(summary["rewards"][:2]) + 0.2
     assert summary["eval_tasks"] >= 32
     assert len(summary["eval_after_kinds"]) >= 4

@@ -1,12 +1,17 @@
 from pathlib import Path
 
-import pytest
-
 from dockyard.config import RunConfig
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
-from dockyard.trainer.report import chart, draw_curve, report, score, summarise
+from dockyard.trainer.report import chart, draw_curve, report, summarise
 from dockyard.types import Blame, Failure, Rollout
 
+EVALUATION = """\
+held-out reward, 4 tasks, with a 95 % interval
+           before             after
+long-kind  0.50               1.00
+x          0.00               1.00
+all        0.25 [0.01, 0.81]  1.00 [0.40, 1.00]
+"""
 LOST = Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message="")
 
 
@@ -14,42 +19,27 @@ def rollout(task: str, kind: str, reward: float | None, failure: Failure | None 
     return Rollout(task=task, kind=kind, attempt=0, segments=(), reward=reward, failure=failure)
 
 
-def test_kinds_count_alike_however_many_tasks_they_have():
-    found = score([rollout("a", "x", 1.0), rollout("b", "x", 0.0), rollout("c", "x", 0.5), rollout("d", "y", 0.0)])
-    assert found is not None
-    assert found.kinds == {"x": 0.5, "y": 0.0}
-    assert found.mean == 0.25
-    assert found.tasks == 4
-    assert found.error == pytest.approx(1.96 * (0.25 / 3) ** 0.5 / 2)  # the variance of 1, 0, 0.5 is 0.25
-
-
-def test_lost_rollouts_are_no_score():
-    assert score([rollout("a", "x", None, LOST)]) is None
-    found = score([rollout("a", "x", None, LOST), rollout("b", "x", 1.0)])
-    assert found is not None
-    assert found.mean == 1.0
-
-
 def test_the_summary_and_the_report_say_what_happened(tmp_path: Path):
     with RunDir.create(tmp_path / "run", RunConfig(steps=2)) as run:
         for step in range(2):
             run.write_rollout(step_phase(step), rollout("t", "x", None, LOST))
             run.record_metrics(step, {"reward/mean": 0.1 + step / 2})
-        run.write_rollout(EVAL_BEFORE, rollout("h", "x", 0.2), transcript="I do not know.")
-        run.write_rollout(EVAL_AFTER, rollout("h", "x", 0.9), transcript="echo hi")
+        for task, kind, reward in (("a", "x", 0), ("b", "x", 0), ("c", "long-kind", 0), ("d", "long-kind", 1)):
+            run.write_rollout(EVAL_BEFORE, rollout(task, kind, reward), transcript="I do not know.")
+            run.write_rollout(EVAL_AFTER, rollout(task, kind, 1.0), transcript="echo hi")
         summary = summarise(run, wall_s=60.0)
         assert run.read_summary() == summary
         assert {key: summary[key] for key in ("eval_before", "eval_after", "eval_tasks", "steps", "rollouts")} == {
-            "eval_before": 0.2,
-            "eval_after": 0.9,
-            "eval_tasks": 1,
+            "eval_before": 0.25,
+            "eval_after": 1.0,
+            "eval_tasks": 4,
             "steps": 2,
-            "rollouts": 4,
+            "rollouts": 10,
         }
         assert summary["failures"] == {"engine_failed": 2}
         text = report(run, summary)
         draw_curve(summary, run.curve)
-    assert "mean        0.20     0.90" in text
+    assert EVALUATION in text
     assert "I do not know." in text
     assert "echo hi" in text
     assert "engine_failed 2" in text

@@ -293,13 +293,13 @@ def test_the_best_adapter_is_kept_with_its_score_whatever_happens_to_checkpoints
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         write_checkpoints(run, 2, 4, 6, 8)
         kept = [
-            run.checkpoints.keep_best(checkpoint.path, HeldoutScore(step=checkpoint.step, reward=reward, error=0.1))
+            run.checkpoints.keep_best(checkpoint.path, HeldoutScore(step=checkpoint.step, reward=reward))
             for checkpoint, reward in zip(run.checkpoints.all(), [0.25, 0.75, 0.5, 0.75], strict=True)
         ]
         assert kept == [True, True, False, False]  # of equals the first
         run.checkpoints.keep_last(1)
     with RunDir.resume(tmp_path / "run") as run:
-        assert run.checkpoints.best() == HeldoutScore(step=4, reward=0.75, error=0.1)
+        assert run.checkpoints.best() == HeldoutScore(step=4, reward=0.75)
         assert (run.checkpoints.best_path / "adapter").read_text() == "4"
         latest = run.latest_checkpoint()
         assert latest
@@ -309,9 +309,9 @@ def test_the_best_adapter_is_kept_with_its_score_whatever_happens_to_checkpoints
 def test_a_best_adapter_that_does_not_fit_the_disk_leaves_the_one_before(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         write_checkpoints(run, 2)
-        run.checkpoints.keep_best(run.checkpoints.all()[0].path, HeldoutScore(step=2, reward=0.5, error=0.0))
+        run.checkpoints.keep_best(run.checkpoints.all()[0].path, HeldoutScore(step=2, reward=0.5))
         with pytest.raises(FileNotFoundError):  # any failure in the middle
-            run.checkpoints.keep_best(tmp_path / "gone", HeldoutScore(step=4, reward=0.75, error=0.0))
+            run.checkpoints.keep_best(tmp_path / "gone", HeldoutScore(step=4, reward=0.75))
         best = run.checkpoints.best()
         assert best
         assert best.step == 2

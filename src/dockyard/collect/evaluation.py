@@ -6,7 +6,7 @@ from typing import Self
 
 from dockyard import interrupt
 from dockyard.collect.gather import Prepared, gather, rollouts_in, tasks_of
-from dockyard.collect.passk import Score, Scores, score_tasks
+from dockyard.collect.passk import Score, Scores, score_rollouts
 from dockyard.collect.progress import causes_text
 from dockyard.rollout.pool import Order, failure_counts
 from dockyard.run_dir import EVAL, RunDir
@@ -30,9 +30,9 @@ class EvalReport:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], *, split: Split, adapter: str | None, data: str) -> Self:
-        kinds = {kind: _scores(rollouts, kind) for kind in sorted({rollout.kind for rollout in rollouts})}
+        kinds = {kind: score_rollouts(rollouts, kind) for kind in sorted({rollout.kind for rollout in rollouts})}
         return cls(
-            scores=_scores(rollouts),
+            scores=score_rollouts(rollouts),
             kinds={kind: scores for kind, scores in kinds.items() if scores},
             rollouts=len(rollouts),
             lost=sum(rollout.reward is None for rollout in rollouts),
@@ -53,14 +53,6 @@ class EvalReport:
         return "\n".join(lines)
 
 
-def _scores(rollouts: Sequence[Rollout], kind: str | None = None) -> Scores | None:
-    by_task: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.reward is not None and kind in (None, rollout.kind):
-            by_task.setdefault(rollout.task, []).append(rollout.reward)
-    return score_tasks(list(by_task.values()))
-
-
 def _columns(overall: Scores, kinds: dict[str, Scores]) -> list[str]:
     """One line a kind, one column a measure."""
     rows = [["kind", "tasks", *(f"pass@{k}" for k in overall.passes), "mean reward"]]
@@ -68,6 +60,11 @@ def _columns(overall: Scores, kinds: dict[str, Scores]) -> list[str]:
         # A kind that lost rollouts may lack the largest k.
         cells = [*(scores.passes.get(k) for k in overall.passes), scores.reward]
         rows.append([name or "(none)", str(scores.reward.num_tasks), *map(_cell, cells)])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose cells stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -10,11 +10,12 @@ interval for that many tasks and not a point: 0 of 3 tasks means "up to 71 %".
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
 from dockyard.collect.beta import beta_quantile, t_quantile
+from dockyard.types import Rollout
 
 PASS_REWARD = 1.0
 CONFIDENCE = 0.95
@@ -37,6 +38,15 @@ class Scores:
     reward: Score
     passes: dict[int, Score]
     """By k."""
+
+
+def score_rollouts(rollouts: Iterable[Rollout], kind: str | None = None) -> Scores | None:
+    """The scores of the tasks of one kind, or of all. Rollouts that were lost count nowhere."""
+    by_task: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None and kind in (None, rollout.kind):
+            by_task.setdefault(rollout.task, []).append(rollout.reward)
+    return score_tasks(list(by_task.values()))
 
 
 def score_tasks(rewards: Sequence[Sequence[float]]) -> Scores | None:

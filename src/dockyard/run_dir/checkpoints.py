@@ -26,12 +26,10 @@ class Checkpoint:
 class HeldoutScore(BaseModel):
     """What the policy got on held-out tasks after this many steps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     step: int
     reward: float
-    error: float
-    """Half of the 95 % confidence interval."""
 
 
 class Checkpoints:

@@ -5,11 +5,11 @@ import logging
 import time
 from dataclasses import dataclass
 
+from dockyard.collect.passk import Score, score_rollouts
 from dockyard.config import RunConfig
 from dockyard.rollout.pool import Order
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
 from dockyard.trainer.loop import ServedLearner, TaskRollouts
-from dockyard.trainer.report import Score, score
 from dockyard.types import Task
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,12 @@ class Heldout:
             return {}
         await self._keep_best(version, found)
         seconds = time.monotonic() - start
-        return {"reward/heldout": found.mean, "reward/heldout_error": found.error, "time/eval_s": seconds}
+        return {
+            "reward/heldout": found.mean,
+            "reward/heldout_low": found.low,
+            "reward/heldout_high": found.high,
+            "time/eval_s": seconds,
+        }
 
     async def after(self) -> None:
         """Evaluate what training came to."""
@@ -62,9 +67,10 @@ class Heldout:
             stream="eval",
         )
         groups = await self.attempts.gather(order, f"held-out tasks {title}")
-        return score([rollout for group in groups for rollout in group.rollouts])
+        scores = score_rollouts(rollout for group in groups for rollout in group.rollouts)
+        return scores and scores.reward
 
     async def _keep_best(self, version: int, found: Score) -> None:
         if self.config.trainer.keep_best:
-            reached = HeldoutScore(step=version, reward=found.mean, error=found.error)
+            reached = HeldoutScore(step=version, reward=found.mean)
             await asyncio.to_thread(self.run.checkpoints.keep_best, self.run.adapter_dir(version), reached)

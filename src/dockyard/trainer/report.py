@@ -1,13 +1,12 @@
 """What a run came to: held-out rewards with error bars, the reward curve, an example before and after."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, variance
 from typing import Any
 
+from dockyard.collect.evaluation import aligned
+from dockyard.collect.passk import score_rollouts
 from dockyard.rollout.pool import failure_counts
 from dockyard.rollout.statistics import gateway_line, gateway_metrics
 from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase
@@ -18,52 +17,18 @@ _CHART_ROWS = 6
 _EXAMPLE_LINES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The mean reward of the kinds of task, each kind counting alike."""
-
-    mean: float
-    error: float
-    """Half of the 95 % confidence interval."""
-    kinds: dict[str, float]
-    tasks: int
-
-
-def score(rollouts: Sequence[Rollout]) -> Score | None:
-    """None when no rollout has a reward. The error treats the rollouts of a kind as independent draws."""
-    by_kind: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.reward is not None:
-            by_kind.setdefault(rollout.kind, []).append(rollout.reward)
-    if not by_kind:
-        return None
-    spread = [variance(rewards) / len(rewards) if len(rewards) > 1 else 0.0 for rewards in by_kind.values()]
-    kinds = {kind: fmean(rewards) for kind, rewards in sorted(by_kind.items())}
-    return Score(
-        mean=fmean(kinds.values()),
-        error=1.96 * sqrt(sum(spread)) / len(by_kind),
-        kinds=kinds,
-        tasks=len({rollout.task for rollout in rollouts}),
-    )
-
-
 def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
     """The run's summary from its records, written to its folder."""
     trained = [rollout for step in range(run.config.steps) for rollout in _rollouts(run, step_phase(step))]
-    before, after = score(_rollouts(run, EVAL_BEFORE)), score(_rollouts(run, EVAL_AFTER))
     metrics = run.read_metrics()
     during = {int(line["step"] or 0) + 1: line["reward/heldout"] for line in metrics if "reward/heldout" in line}
     evaluations = (EVAL_BEFORE, *map(eval_phase, during), EVAL_AFTER)
     everything = [*trained, *(rollout for phase in evaluations for rollout in _rollouts(run, phase))]
     summary = {
-        "eval_before": before and before.mean,
-        "eval_after": after and after.mean,
-        "eval_before_error": before and before.error,
-        "eval_after_error": after and after.error,
-        "eval_before_kinds": before and before.kinds,
-        "eval_after_kinds": after and after.kinds,
+        **_heldout("eval_before", _rollouts(run, EVAL_BEFORE)),
+        **_heldout("eval_after", _rollouts(run, EVAL_AFTER)),
         "eval_during": during,
-        "eval_tasks": before.tasks if before else 0,
+        "eval_tasks": len({rollout.task for rollout in _rollouts(run, EVAL_BEFORE)}),
         "steps": run.config.steps,
         "seed": run.config.seed,
         "method": run.config.trainer.method,
@@ -82,6 +47,18 @@ def _rollouts(run: RunDir, phase: str) -> list[Rollout]:
     return [item.rollout for item in run.read_rollouts(phase)]
 
 
+def _heldout(name: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The mean over tasks with its interval, as `dockyard eval` has it, and the mean of each kind."""
+    found = score_rollouts(rollouts)
+    kinds = {kind: score_rollouts(rollouts, kind) for kind in sorted({rollout.kind for rollout in rollouts})}
+    return {
+        name: found and found.reward.mean,
+        f"{name}_low": found and found.reward.low,
+        f"{name}_high": found and found.reward.high,
+        f"{name}_kinds": found and {kind: scores.reward.mean for kind, scores in kinds.items() if scores},
+    }
+
+
 def report(run: RunDir, summary: dict[str, Any]) -> str:
     """The closing text for the terminal."""
     parts = [chart([reward for reward in summary["rewards"] if reward is not None])]
@@ -93,16 +70,17 @@ def report(run: RunDir, summary: dict[str, Any]) -> str:
 
 def _evaluation(summary: dict[str, Any]) -> str:
     before, after = summary["eval_before_kinds"], summary["eval_after_kinds"]
-    names = {kind: kind or "all" for kind in before}
-    width = max(8, *map(len, names.values())) + 2
-    lines = [f"held-out reward, {summary['eval_tasks']} tasks (± is a 95 % interval)", f"{'':{width}}before    after"]
-    for kind, name in names.items():
-        lines.append(f"{name:{width}}{before[kind]:6.2f}   {after.get(kind, float('nan')):6.2f}")
-    lines.append(
-        f"{'mean':{width}}{summary['eval_before']:6.2f}   {summary['eval_after']:6.2f}"
-        f"    (± {summary['eval_before_error']:.2f}, ± {summary['eval_after_error']:.2f})"
+    kinds = sorted(before) if len(before) > 1 else []
+    both = (
+        f"{summary[name]:.2f} [{summary[f'{name}_low']:.2f}, {summary[f'{name}_high']:.2f}]"
+        for name in ("eval_before", "eval_after")
     )
-    return "\n".join(lines)
+    rows = [
+        ["", "before", "after"],
+        *([kind or "(none)", f"{before[kind]:.2f}", f"{after.get(kind, float('nan')):.2f}"] for kind in kinds),
+        ["all", *both],
+    ]
+    return "\n".join([f"held-out reward, {summary['eval_tasks']} tasks, with a 95 % interval", *aligned(rows)])
 
 
 def _example(run: RunDir) -> str:
@@ -176,8 +154,9 @@ def draw_curve(summary: dict[str, Any], path: Path) -> None:
         axes.plot(*zip(*summary["eval_during"].items(), strict=True), "s--", label="held-out, during")
     for name, x in (("before", 0), ("after", len(rewards) + 1)):
         if summary[f"eval_{name}"] is not None:
-            error = summary[f"eval_{name}_error"]
-            axes.errorbar([x], [summary[f"eval_{name}"]], yerr=[error], fmt="s", capsize=4, label=f"held-out, {name}")
+            mean, low, high = (summary[f"eval_{name}{end}"] for end in ("", "_low", "_high"))
+            error = [[mean - low], [high - mean]]
+            axes.errorbar([x], [mean], yerr=error, fmt="s", capsize=4, label=f"held-out, {name}")
     axes.set_xlabel("step")
     axes.set_ylabel("reward")
     axes.set_ylim(bottom=min(0.0, *rewards) if rewards else 0.0)
