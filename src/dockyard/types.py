@@ -67,6 +67,10 @@ class Segment:
     """The weight version that drew each token, -1 where not sampled; None when nobody recorded them."""
 
 
+LIMITS = frozenset({"context_overflow", "output_limit", "model_limit", "agent_timeout", "rollout_timeout"})
+"""The causes of failure that say a rollout was ended by a limit of time or tokens."""
+
+
 class Blame(StrEnum):
     """Whose fault a failure is, which decides what becomes of its rollout."""
 
@@ -106,6 +110,12 @@ class Rollout:
     """Sampled for calls that the harness did not make. Never trained on."""
     exchanges: tuple[dict[str, Any], ...] = ()
     """Text mode, instead of segments: each call's messages, tools, reply and usage as chat completions have them."""
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a limit of time or tokens ended it: one that failed it, or that of its last reply."""
+        failed = self.failure is not None and self.failure.cause in LIMITS
+        return failed or bool(self.stats.get("cut_at_end"))
 
     @property
     def num_sampled(self) -> int:

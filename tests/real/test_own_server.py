@@ -9,18 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
 from processes import Process, descendants, wait_until_gone
 from server_fakes import WANTED, write_adapter
 
-from dockyard.config import EngineConfig, ModelConfig
+from dockyard.config import EngineConfig, ModelConfig, RunConfig
 from dockyard.engine.connect import connect
 from dockyard.engine.own_server import options, reserved_port, serving, summary
 from dockyard.engine.remote import RemoteEngine
 from dockyard.errors import DockyardError, EngineError
+from dockyard.run_dir import Purpose, RunDir
 
 SCRIPT = Path(__file__).parents[1] / "fake_vllm_command.py"
 GPU = ModelConfig()
@@ -93,16 +94,25 @@ async def test_a_program_that_is_not_installed_is_named(tmp_path: Path):
             pass
 
 
-async def test_a_run_ends_when_its_server_does_and_says_why(tmp_path: Path):
+@pytest.mark.parametrize("verb", ["train", "eval", None])
+async def test_a_run_ends_when_its_server_does_and_says_why_and_how_it_goes_on(
+    tmp_path: Path, verb: Literal["train", "eval"] | None
+):
+    log = tmp_path / "log"
+    if verb:
+        with RunDir.create(tmp_path / "run", RunConfig(), purpose=Purpose(verb=verb)) as folder:
+            log = folder.engine_log
+
     async def run() -> None:
-        async with serving(engine(tmp_path), GPU, tmp_path, WANTED, tmp_path / "log"):
+        async with serving(engine(tmp_path), GPU, tmp_path, WANTED, log):
             kill_server(tmp_path)
             async with asyncio.timeout(600):  # only against hanging
                 await asyncio.Event().wait()
 
     with pytest.raises(EngineError, match="vLLM ended with code 137 in the middle of the run") as caught:
         await run()
-    assert f"`{tmp_path / 'log'}`" in caught.value.hint
+    way_on = f"; `dockyard {verb} --resume {tmp_path / 'run'}` starts both again" if verb else ""
+    assert caught.value.hint == f"its log is `{log}`{way_on}"
     current = asyncio.current_task()
     assert current
     assert not current.cancelling()  # what comes after the run is not given up too

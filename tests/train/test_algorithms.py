@@ -14,12 +14,12 @@ from tiny_policy import CPU, tiny_model_dir
 
 from dockyard.config import ALGORITHMS, GRPOConfig, TrainerConfig
 from dockyard.engine.weights import load_model
-from dockyard.rl.advantage import CUT_SHORT, group_advantages, has_signal
+from dockyard.rl.advantage import group_advantages, has_signal
 from dockyard.rl.examples import examples_of
 from dockyard.rl.pack import pack
 from dockyard.rollout.blame import BY_NAME
 from dockyard.trainer.policy import Policy
-from dockyard.types import Blame, Failure, Group, Rollout, Segment
+from dockyard.types import LIMITS, Blame, Failure, Group, Rollout, Segment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,7 +264,49 @@ def test_a_rollout_cut_short_is_compared_with_though_it_is_masked():
         for how in ("keep", "mask")
     )
     assert masked == [*kept[:4], *kept[5:]]
-    assert set(BY_NAME) >= CUT_SHORT
+    assert set(BY_NAME) >= LIMITS
+
+
+@pytest.mark.parametrize(
+    ("changes", "masked"),
+    [
+        *(({"failure": Failure(cause=cause, blame=Blame.POLICY, message="")}, True) for cause in sorted(LIMITS)),
+        ({"failure": Failure(cause="agent_crashed", blame=Blame.POLICY, message="")}, False),
+        ({"stats": {"cut_at_end": 1}}, True),
+        ({"stats": {"cut_at_end": 0}}, False),
+    ],
+)
+def test_what_a_limit_ended_is_masked(changes: dict[str, Any], masked: bool):
+    group = make_groups()[2]
+    rollouts = (replace(group.rollouts[0], **changes), *group.rollouts[1:])
+    found = examples_of([replace(group, rollouts=rollouts)], GRPOConfig(overlong="mask"), with_idle=True)
+    assert len(found) == (1 if masked else 2)
+
+
+def test_rollouts_that_said_nothing_count_and_segments_in_which_nothing_was_sampled_do_not():
+    group = make_groups()[2]
+    first, lost, last = group.rollouts
+    silent = replace(last, attempt=3, segments=())
+    heard = replace(first.segments[0], sampled=np.zeros_like(first.segments[0].sampled))
+    members = (replace(first, segments=(heard, *first.segments)), lost, last, silent)
+    found = examples_of([replace(group, rollouts=members)], GRPOConfig(), with_idle=True)
+    assert [len(item.targets) for item in found] == [first.num_sampled, last.num_sampled]
+    assert [item.weight for item in found] == [1 / (3 * len(item.targets)) for item in found]  # silent is the third
+
+
+def test_only_recorded_tokens_tell_how_far_engine_and_trainer_are_apart():
+    groups = recorded_groups()
+
+    def mismatch(*rollouts: Rollout) -> float | None:
+        group = Group(task="t", rollouts=tuple(rollouts))
+        return make_policy(GRPOConfig()).update([group], 3).get("train/mismatch_kl")
+
+    first, last, silent = groups[0].rollouts[0], groups[0].rollouts[4], groups[0].rollouts[2]
+    unknown = replace(last, segments=tuple(replace(one, logprobs=None) for one in last.segments))
+    assert mismatch(silent, unknown) is None
+    alone = mismatch(replace(first, reward=0.3), unknown)
+    assert alone
+    assert mismatch(replace(first, reward=0.3), unknown, silent) == pytest.approx(alone)
 
 
 def test_a_penalty_for_length_can_be_all_that_tells_rollouts_apart():
@@ -277,9 +319,7 @@ def test_a_penalty_for_length_can_be_all_that_tells_rollouts_apart():
 
 def test_a_skipped_update_leaves_weights_and_optimiser_as_they_were():
     groups = make_groups()
-    segment = groups[0].rollouts[0].segments[0]
-    lost = replace(segment, logprobs=np.full(len(segment.token_ids), -np.inf, np.float32))
-    broken = replace(groups[0], rollouts=(replace(groups[0].rollouts[0], segments=(lost,)), *groups[0].rollouts[1:]))
+    broken = replace(groups[0], rollouts=(replace(groups[0].rollouts[0], reward=np.nan), *groups[0].rollouts[1:]))
     results: list[torch.Tensor] = []
     for between in ([], [broken]):
         policy = make_policy(GRPOConfig(kl_coef=0.0), lr=1e-2)

@@ -80,3 +80,10 @@ def test_lengths_are_rounded_up_to_few_and_by_little():
     lengths = range(2048, 70_000, 37)
     assert all(0 <= rounded_up(length) - length <= max(128, length / 16) for length in lengths)
     assert len({rounded_up(length) for length in lengths}) <= 6 * 33
+
+
+def test_what_rows_ask_of_a_trunk_is_summed_in_float32():
+    trunk = attention.Trunk(1, 1)
+    for value in [256.0, *[1.0] * 100]:  # from 256 on bfloat16 knows even numbers only
+        trunk.add(0, *(torch.full((1, 1, 1), value, dtype=torch.bfloat16) for _ in "kv"))
+    assert [total.item() for total in trunk.grads[0]] == [356.0, 356.0]

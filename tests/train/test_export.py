@@ -3,7 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,17 +25,22 @@ from dockyard.gateway.render import Renderer
 from dockyard.run_dir import HeldoutScore, RunDir
 from dockyard.trainer.policy import Policy
 
+type Dtype = Literal["auto", "float32", "bfloat16"]
+
 IDS = torch.arange(3, 40)[None]
 HISTORY = Prompt(
     (Message("system", "You help."), Message("user", "Hi."), Message(ASSISTANT, "Yes?"), Message("user", "?"))
 )
 
 
-def write_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), best: int | None = None) -> Path:
-    """A run whose adapters say something, another thing at each step."""
-    settings = ModelConfig(name=str(model), device="cpu")
+def write_run(
+    path: Path, model: Path, steps: tuple[int, ...] = (2, 4), best: int | None = None, computed_in: Dtype = "auto"
+) -> Path:
+    """A run whose adapters say something, another thing at each step. Its settings do not say what it computed in."""
+    settings = ModelConfig(name=str(model))
+    on_cpu = ModelConfig(name=str(model), device="cpu", dtype=computed_in)
     with RunDir.create(path, RunConfig(model=settings, tasks=TasksConfig(source="demo"))) as run:
-        policy = Policy(load_model(model, settings), TrainerConfig(lora_r=4), GRPOConfig(), temperature=1.0, seed=0)
+        policy = Policy(load_model(model, on_cpu), TrainerConfig(lora_r=4), GRPOConfig(), temperature=1.0, seed=0)
         for step in steps:
             torch.manual_seed(step)
             with torch.no_grad():
@@ -110,15 +116,64 @@ def test_an_export_is_a_whole_model_folder_that_names_no_place_of_this_machine(r
     assert (about["step"], about["thinking_retention"], about["temperature"]) == (4, "all", 1.0)
 
 
-def test_a_merged_model_has_the_number_format_of_its_base(tmp_path: Path):
-    base = tmp_path / "base"
+def stored_in(dtype: torch.dtype, base: Path) -> Path:
     shutil.copytree(tiny_model_dir(), base)
-    load(base).to(torch.bfloat16).save_pretrained(base)
+    load(base).to(dtype).save_pretrained(base)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("base", "run", "expected"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("float16", "bfloat16", "float16"),
+    ],
+)
+@pytest.mark.parametrize("which", [[], ["--best"]])
+def test_a_merged_model_has_the_wider_number_format_of_its_base_and_of_its_run(
+    tmp_path: Path, base: str, run: Dtype, expected: str, which: list[str]
+):
+    folder = stored_in(getattr(torch, base), tmp_path / "base")
+    write_run(tmp_path / "run", folder, best=2, computed_in=run)
+    if which:  # as it is kept in a real run: without the optimiser's state
+        (tmp_path / "run/checkpoints/best/optimizer.pt").unlink()
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out"), *which]) == 0
+    kinds = {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()}
+    assert kinds == {getattr(torch, expected)}
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == expected
+
+
+def test_an_adapter_of_a_float32_run_is_not_rounded_into_a_bfloat16_base(tmp_path: Path):
+    base = stored_in(torch.bfloat16, tmp_path / "base")
     run = write_run(tmp_path / "run", base)
     assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
-    kinds = {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()}
-    assert kinds == {torch.bfloat16}
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    wide = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = logits(PeftModel.from_pretrained(wide, str(run / "checkpoints/step-00004")))
+    assert (logits(load(tmp_path / "out")) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_the_room_that_an_export_needs_is_counted_in_the_format_it_is_written_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    base = stored_in(torch.bfloat16, tmp_path / "base")
+    stored = (base / "model.safetensors").stat().st_size
+    run = write_run(tmp_path / "run", base)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=int(1.5 * stored)))
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 1
+    assert "the whole model needs" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2 * stored))
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
+
+
+def test_a_broken_base_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base = shutil.copytree(tiny_model_dir(), tmp_path / "base")
+    run = write_run(tmp_path / "run", base)
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 1
+    assert f"the model in `{base}` cannot be loaded" in capsys.readouterr().err
 
 
 def test_an_adapter_alone_is_what_peft_loads_and_nothing_to_resume_from(run: Path, tmp_path: Path):

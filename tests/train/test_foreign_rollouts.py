@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,13 +184,13 @@ def test_the_distance_to_a_policy_is_what_its_logprobs_say():
 
 
 def test_anchored_rollouts_are_compared_with_the_base_model_at_every_update():
-    def losses(anchored: bool) -> list[float]:
+    def losses(anchored: bool) -> Any:
         policy = tiny_policy(anchored=anchored)
         groups: list[Group] = [make_group([1.0, 0.0])]
         torch.manual_seed(0)
-        return [policy.update(groups, 3)["train/logprob_mismatch"] for _ in range(3)]
+        return [policy.update(groups, 3).get("train/logprob_mismatch") for _ in range(3)]
 
-    assert losses(False) == [0.0, 0.0, 0.0]
+    assert losses(False) == [None] * 3
     first, second, third = losses(True)
     assert first == pytest.approx(0.0, abs=1e-6)
     assert 0 < second < third

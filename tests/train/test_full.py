@@ -1,6 +1,7 @@
 """Training all weights: gradients and steps as plain transformers and AdamW make them, served, resumed and exported."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,11 @@ def test_weights_of_another_shape_are_refused_and_the_old_stay(tmp_path: Path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def write_run(path: Path) -> tuple[Path, Policy]:
-    settings = ModelConfig(name=str(tiny_model_dir()), device="cpu")
-    trainer = TrainerConfig(method="full", lr=1e-2)
+def write_run(path: Path, base: Path | None = None, lr: float = 1e-2, **model: Any) -> tuple[Path, Policy]:
+    settings = ModelConfig(name=str(base or tiny_model_dir()), device="cpu", **model)
+    trainer = TrainerConfig(method="full", lr=lr)
     with RunDir.create(path, RunConfig(model=settings, trainer=trainer, tasks=TasksConfig(source="demo"))) as run:
-        policy = Policy(load_model(tiny_model_dir(), settings), trainer, GRPOConfig(), temperature=1.0, seed=0)
+        policy = Policy(load_model(base or tiny_model_dir(), settings), trainer, GRPOConfig(), temperature=1.0, seed=0)
         policy.update(GROUPS, 10)
         with run.new_checkpoint(1) as folder:
             policy.save(folder)
@@ -231,6 +232,24 @@ def test_an_export_is_the_trained_model_with_its_bases_tokenizer(tmp_path: Path)
     assert json.loads((tmp_path / "out/dockyard.json").read_text())["method"] == "full"
     assert "All weights were trained." in (tmp_path / "out/README.md").read_text()
     assert not (tmp_path / "out/optimizer.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "trained"),
+    [(torch.bfloat16, "float32"), (torch.float32, "bfloat16")],
+)
+def test_an_export_has_the_weights_to_the_bit_whatever_format_the_base_is_stored_in(
+    tmp_path: Path, stored: torch.dtype, trained: str
+):
+    base = shutil.copytree(tiny_model_dir(), tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base, dtype=stored).save_pretrained(base)
+    run, policy = write_run(tmp_path / "run", base, lr=1e-5, dtype=trained)  # steps smaller than bfloat16's spacing
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == trained
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (name, ours), theirs in zip(policy.model.named_parameters(), exported.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype == getattr(torch, trained), name
+        assert torch.equal(ours, theirs), name
 
 
 def test_a_run_that_trained_all_weights_has_no_adapter_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -295,7 +314,7 @@ def test_other_engines_heed_what_they_train_anyway(fate: Any, settings: list[str
     assert isinstance(fate("trainer.method", config), kind)
 
 
-@pytest.mark.parametrize(("dtype", "per_weight"), [(torch.bfloat16, 16 + 2 * 2), (torch.float32, 12 + 2 * 4)])
+@pytest.mark.parametrize(("dtype", "per_weight"), [(torch.bfloat16, 20 + 2 * 2), (torch.float32, 16 + 2 * 4)])
 def test_what_it_takes_is_counted_before_it_is_needed(dtype: torch.dtype, per_weight: int):
     model = model_of(tied=True, dtype=dtype)
     num_weights = sum(parameter.numel() for parameter in model.parameters())

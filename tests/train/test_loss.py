@@ -94,9 +94,19 @@ def test_advantages_equal_slimes():
     assert group_advantages(golden["rewards"]) == pytest.approx(golden["grpo_std(ddof=1,+1e-6)"], rel=1e-5)
 
 
-@pytest.mark.parametrize("rewards", [[], [1.0], [0.7, 0.7, 0.7], [-1.0, -1.0]])
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.7, 0.7, 0.7], [-1.0, -1.0], [0.1 + 0.2, 0.3]])
 def test_a_group_without_a_difference_teaches_nothing(rewards: list[float]):
     assert group_advantages(rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("distance", [-500.0, -100.0, 100.0, 500.0])
+def test_a_token_that_one_side_finds_impossible_costs_no_update(distance: float):
+    logprobs_N = torch.tensor([-1.0, -1.0]).requires_grad_()
+    found = policy_loss(logprobs_N + distance + 1, torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.28)
+    penalty_N = kl(logprobs_N, torch.tensor([-1.0 + distance] * 2), "low_var_kl")
+    (found.loss_N.sum() + penalty_N.sum()).backward()
+    assert logprobs_N.grad is not None
+    assert logprobs_N.grad.isfinite().all()
 
 
 def test_a_ratio_beyond_the_clip_range_earns_no_gradient():

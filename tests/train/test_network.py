@@ -5,18 +5,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_rows import random_row
+from packed_rows import random_row, row_of
 from tiny_policy import tiny_model_dir
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     Qwen2Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from dockyard.config import TrainerConfig
@@ -112,6 +119,40 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
     )
     with pytest.raises(DockyardError, match="`gemma2` does more to its logits"):
         Network(Gemma2ForCausalLM(config), TRAINER)
+
+
+def test_a_family_whose_layers_do_not_pass_on_what_a_row_is_is_refused():
+    model = StableLmForCausalLM(StableLmConfig(**SHAPE, max_position_embeddings=128))
+    with pytest.raises(DockyardError, match="`stablelm` attends in a way that is not trained"):
+        Network(model, TRAINER)
+    with pytest.raises(DockyardError, match="`stablelm` attends in a way that is not trained"):
+        Network(AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16), TRAINER)
+
+
+def test_a_family_that_is_built_otherwise_is_named():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+    with pytest.raises(DockyardError, match="`gpt2` cannot be trained here"):
+        Network(model, TRAINER)
+
+
+def test_dropout_is_off_since_the_engine_has_none():
+    torch.manual_seed(0)
+    model: Any = SeedOssForCausalLM(SeedOssConfig(**SHAPE, head_dim=8, residual_dropout=0.5, attention_dropout=0.5))
+    net = Network(model.train(), TRAINER)
+    first, second = (net.scores(random_row(), 1.0).logprobs_N for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_family_may_scale_its_scores_otherwise():
+    torch.manual_seed(0)
+    base: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).eval()
+    for layer in base.model.layers:
+        layer.self_attn.scaling = 2.0
+    ids = torch.arange(3, 30)
+    with torch.no_grad():
+        expected = torch.log_softmax(base(input_ids=ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+    found = Network(base, TRAINER).scores(row_of(ids.tolist()), 1.0).logprobs_N
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

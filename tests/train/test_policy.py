@@ -11,6 +11,7 @@ from dockyard.config import TrainerConfig
 from dockyard.rl.examples import examples_of
 from dockyard.rl.pack import Example, pack
 from dockyard.trainer.policy import Policy, learning_rate
+from dockyard.trainer.policy import _add as add_gradients
 from dockyard.types import Blame, Failure, Group, Rollout
 
 TORN = Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message="gone")
@@ -144,12 +145,18 @@ def test_groups_without_sampled_tokens_skip_the_update():
     assert torch.equal(parameters(policy), before)
 
 
+def test_gradients_of_rows_are_summed_in_float32():
+    sums: list[torch.Tensor] = []
+    for value in [256.0, *[1.0] * 100]:  # from 256 on bfloat16 knows even numbers only
+        add_gradients(sums, [torch.tensor([value], dtype=torch.bfloat16)])
+    assert sums[0].item() == 356.0
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
     policy = tiny_policy()
     before = parameters(policy)
     group = make_group([0.0, 1.0])
-    segment = replace(group.rollouts[0].segments[0], logprobs=np.full(17, -np.inf, np.float32))
-    broken = replace(group, rollouts=(replace(group.rollouts[0], segments=(segment,)), group.rollouts[1]))
+    broken = replace(group, rollouts=(replace(group.rollouts[0], reward=math.nan), group.rollouts[1]))
     metrics = policy.update([broken], 10)
     assert metrics["train/skipped"] == 1
     assert not math.isfinite(metrics["train/grad_norm"])

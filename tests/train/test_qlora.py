@@ -157,14 +157,20 @@ def test_an_update_moves_adapters_alone_and_a_restored_policy_goes_on_to_the_sam
         assert torch.equal(one, fresh[name]) != one.requires_grad, name
 
 
-def test_an_export_is_merged_into_the_base_with_all_its_bits_and_says_so(tmp_path: Path):
+def test_an_export_is_merged_into_the_base_with_all_its_bits_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     model = ModelConfig(name=str(tiny_model_dir()), device="cpu")
     config = RunConfig(model=model, trainer=TRAINER, tasks=TasksConfig(source="demo"))
     with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(1) as folder:
         policy = policy_of(tiny_model_dir())
         policy.update(GROUPS, 10)
         policy.save(folder)
-    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
+    with caplog.at_level(logging.WARNING):
+        assert main(["export", str(tmp_path / "run"), "--adapter-only", "--output", str(tmp_path / "adapter")]) == 0
+        assert "4 bits" not in caplog.text  # nothing was merged
+        assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
+    assert caplog.text.count("the adapter was trained over weights of 4 bits; the merged model has all bits") == 1
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "run/checkpoints/step-00001")).eval()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

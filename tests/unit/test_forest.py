@@ -184,6 +184,16 @@ def test_a_turn_that_ends_inside_another_can_be_continued():
     assert stitched(forest) == ["1 2 [3] 7 [8]"]
 
 
+def test_what_ends_at_its_limit_of_tokens_is_told_of_unless_more_came():
+    forest = one_turn()
+    assert forest.stitch()[1]["cut_at_end"] == 0
+    cut = replace(turn([1, 2, 3, 4, 5], [6]), finish=Finish.LENGTH)
+    forest.commit(planned(forest, [SYSTEM, USER, said("a"), AGAIN]), cut, said("b"))
+    assert forest.stitch()[1]["cut_at_end"] == 1
+    call(forest, [SYSTEM, USER, said("a"), AGAIN, said("b"), AGAIN], [1, 2, 3, 4, 5, 6, 7], [8])
+    assert forest.stitch()[1]["cut_at_end"] == 0
+
+
 def test_a_turn_that_never_arrived_is_not_trained():
     forest = one_turn()
     forest.mark_undelivered(0)
@@ -232,6 +242,7 @@ def test_the_counts_say_what_was_kept_and_what_was_encoded_again():
     forest = two_turns()
     call(forest, [SYSTEM, USER, AGAIN], [1, 2, 9, 9], [6])
     assert forest.stitch()[1] == {
+        "cut_at_end": 0,
         "prompt_tokens": 11,
         "sampled_tokens": 4,
         "splices": 1,

@@ -1,5 +1,6 @@
 """The run on disk: what survives a crash, a full disk, a second process and a resume."""
 
+import errno
 import json
 import logging
 import os
@@ -401,6 +402,22 @@ def test_a_file_in_place_of_the_folder_is_misuse(tmp_path: Path):
         RunDir.create(tmp_path / "run", CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "message"),
+    [
+        ("{}/file/run", "`{0}/file/run` cannot be made in `{0}/file`: it is a file"),
+        ("{}/file/deep/run", "`{0}/file/deep/run` cannot be made in `{0}/file`: it is a file"),
+        ("/proc/dockyard/run", "`/proc/dockyard/run` cannot be made in `/proc`: no folder can be made there"),
+    ],
+)
+def test_a_place_where_no_folder_can_be_made_is_misuse(tmp_path: Path, run_dir: str, message: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError) as caught:
+        RunDir.create(Path(run_dir.format(tmp_path)), CONFIG)
+    assert caught.value.message == message.format(tmp_path)
+    assert "`--run_dir`" in caught.value.hint
+
+
 def test_resuming_where_no_run_is_says_so_and_makes_nothing(tmp_path: Path):
     with pytest.raises(UsageError, match="holds no run"):
         RunDir.resume(tmp_path / "none")
@@ -428,6 +445,13 @@ def test_a_resumed_run_may_go_further_but_not_elsewhere(tmp_path: Path):
     with pytest.raises(UsageError, match="`grpo.group_size` cannot change"):
         RunDir.resume(tmp_path / "run", ["--grpo.group_size", "5"])
     RunDir.resume(tmp_path / "run", ["--grpo.group_size", "3"]).close()
+
+
+@pytest.mark.parametrize(("key", "value"), [("micro_batch_tokens", 64), ("compile", False), ("offload", True)])
+def test_a_resumed_run_may_be_given_a_way_to_fit_the_memory(tmp_path: Path, key: str, value: object):
+    RunDir.create(tmp_path / "run", CONFIG).close()
+    with RunDir.resume(tmp_path / "run", [f"--trainer.{key}={json.dumps(value)}"]) as run:
+        assert run.config.trainer.model_dump()[key] == value
 
 
 def test_what_may_change_on_resume_are_real_settings():
@@ -486,3 +510,18 @@ def test_a_library_that_has_its_own_error_for_a_full_disk_is_understood(
         monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
         with pytest.raises(DockyardError, match="no space left"):
             run.publish_adapter(1, save)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_library_that_says_the_disk_was_full_is_believed_also_when_there_is_space_again(tmp_path: Path, code: int):
+    def save(_folder: Path) -> None:
+        raise RuntimeError(
+            f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
+        )  # as safetensors
+
+    with (
+        RunDir.create(tmp_path / "run", RunConfig()) as run,
+        pytest.raises(DockyardError, match="no space left") as caught,
+    ):
+        run.publish_adapter(1, save)
+    assert "free some disk space" in caught.value.hint

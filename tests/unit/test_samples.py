@@ -253,6 +253,15 @@ def test_a_number_that_is_none_is_refused_with_its_trial(tmp_path: Path, suffix:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rollout_that_was_cut_is_still_one_after_it_was_read_back(tmp_path: Path):
+    whole, cut = converted(segment(0, 1)), converted(segment(0, 1), attempt=1)
+    cut = replace(cut, rollout=replace(cut.rollout, stats={"cut_at_end": 1}))
+    path = write(tmp_path / "samples.jsonl", samples(whole, cut))
+    [group] = groups_of(read_samples(path))
+    assert [rollout.cut_short for rollout in group.rollouts] == [False, True]
+    assert [sample.status for sample in read_samples(path)] == ["completed", "truncated"]
+
+
 def broken(**fields: object) -> str:
     [sample] = samples(converted(segment(0, 0, 1)))
     return json.dumps({name: value for name, value in {**sample.row(), **fields}.items() if value != "gone"})
@@ -271,6 +280,10 @@ def broken(**fields: object) -> str:
         (broken(loss_mask=[1, 1]), "`loss_mask` has 2 values, `response_length` is 1"),
         (broken(rollout_log_probs=[]), "`rollout_log_probs` has 0 values"),
         (broken(response_length=9), "`response_length` is 9, with 3 `tokens`"),
+        (
+            broken(response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=None, versions=None),
+            "its first token is sampled, with nothing before it",
+        ),
     ],
 )
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, problem: str):

@@ -38,7 +38,7 @@ class BakeryConfig(Config):
 
     loaves: int = Field(default=10, ge=0)
     """How many."""
-    flour: str = "rye"
+    flour: str = Field(default="rye", min_length=1)
     """Which flour."""
     shelf: Path = Path("shelf")
     """Where the loaves go."""
@@ -158,6 +158,8 @@ def test_an_unknown_option_gets_the_dotted_key_as_hint():
         (["--oven.extras=3"], "`--oven.extras` on the command line is `3`; it must be a table"),
         (["--oven.extras.x=null"], "`--oven.extras.x` is `null`; a table cannot hold null"),
         (["--shelf="], "`--shelf` is empty; it must be a path"),
+        (["--flour="], "`--flour` on the command line is empty; it must be text with a length of at least 1"),
+        (["--loaves="], "`--loaves` on the command line is empty; it must be a whole number"),
         (["--oven", "3"], "`--oven` is a section, not a setting"),
         (["--oven.heat.x", "3"], "`--oven.heat.x` is not a setting"),
         (["--oven.extras.", "3"], "`--oven.extras.` is not a setting"),

@@ -141,6 +141,9 @@ class _Row(BaseModel):
             ("rollout_log_probs", self.rollout_log_probs),
             ("versions", self.versions),
         )
+        first = (self.loss_mask or [1])[0] if self.response_length else 0
+        if first and self.response_length == len(self.tokens):
+            raise _broken(where, "its first token is sampled, with nothing before it that could have drawn it")
         for name, values in lists:
             if values is not None and len(values) != self.response_length:
                 raise _broken(where, f"`{name}` has {len(values)} values, `response_length` is {self.response_length}")

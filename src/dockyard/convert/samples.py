@@ -16,7 +16,6 @@ from dockyard.types import Blame, Failure, Group, Rollout, Segment
 __all__ = ["Sample", "SampleNumbers", "Status", "groups_of", "open_writer", "read_samples", "samples_of"]
 
 _LOST = ("no_reward", "unreadable")
-_OUT_OF_BUDGET = ("agent_timeout", "rollout_timeout", "context_overflow", "output_limit", "model_limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +127,9 @@ def _metadata(converted: Converted, segment: int) -> dict[str, Any]:
 def _status(rollout: Rollout) -> str:
     if rollout.reward is None:
         return Status.ABORTED.value
-    if rollout.failure is None:
-        return Status.COMPLETED.value
-    return (Status.TRUNCATED if rollout.failure.cause in _OUT_OF_BUDGET else Status.FAILED).value
+    if rollout.cut_short:
+        return Status.TRUNCATED.value
+    return (Status.FAILED if rollout.failure else Status.COMPLETED).value
 
 
 def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
@@ -163,6 +162,7 @@ def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
         segments=tuple(_segment(sample) for sample in siblings if sample.loss_mask.any()),
         reward=first.reward,
         failure=_failure(metadata.get("failure")),
+        stats={"cut_at_end": 1} if any(sample.status == Status.TRUNCATED for sample in siblings) else {},
     )
 
 

@@ -24,6 +24,7 @@ from dockyard.engine.checks import Wanted
 from dockyard.engine.server import Server
 from dockyard.engine.vllm import max_rank
 from dockyard.errors import EngineError
+from dockyard.run_dir import read_purpose
 from dockyard.run_dir.durable import disk_errors
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ _ERROR = re.compile(r"\b(\w*Error|error):")
 async def serving(
     engine: EngineConfig, model: ModelConfig, model_dir: Path, wanted: Wanted, log: Path
 ) -> AsyncGenerator[EngineConfig]:
-    """The settings of a server that can be asked: one that is started for this block, or whatever they name."""
+    """The settings of a server that can be asked: one that is started for this block, or whatever they name.
+
+    `log` is a file in the run's folder.
+    """
     if not engine.launch:
         yield engine
         return
@@ -149,10 +153,15 @@ async def _until_it_ends(process: Process, log: Path) -> AsyncGenerator[None]:
             raise  # by somebody else
         raise EngineError(
             f"vLLM ended with code {process.returncode} in the middle of the run:\n{summary(_text(log))}",
-            hint=f"its log is `{log}`; the same command with `--resume` starts both again",
+            hint=f"its log is `{log}`{_way_on(log.parent)}",
         ) from None
     finally:
         watching.cancel()
+
+
+def _way_on(folder: Path) -> str:
+    purpose = read_purpose(folder)  # none where a run is not ours
+    return f"; `dockyard {purpose.verb} --resume {folder}` starts both again" if purpose else ""
 
 
 async def _end(process: Process) -> None:

@@ -12,7 +12,7 @@ from typing import Self, TypeGuard, cast
 
 from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
 from dockyard.gateway.tokens import RecordedCall, Stitched, TokenTree
-from dockyard.types import IntArray, Turn
+from dockyard.types import Finish, IntArray, Turn
 
 
 class Branch(StrEnum):
@@ -167,12 +167,14 @@ class Forest:
         for call, trusted in zip(self._tokens.calls, self._origin.judge(), strict=True):
             call.trusted = trusted
         stitched = self._tokens.stitch()
+        trusted_calls = [call for call in self._tokens.calls if call.trusted]
         trained = sum(int(segment.sampled.sum()) for segment in stitched.segments)
         counts = {
             "undelivered": stitched.num_undelivered,
             "dropped_retries": stitched.num_retries,
             "untrusted_calls": sum(not call.trusted for call in self._tokens.calls),
             "trained_tokens": trained,
+            "cut_at_end": int(bool(trusted_calls) and trusted_calls[-1].finish is Finish.LENGTH),
         }
         return stitched, dict(self._stats) | counts
 

@@ -9,10 +9,9 @@ import numpy as np
 from dockyard.config import GRPOConfig
 from dockyard.types import Group, Rollout
 
-CUT_SHORT = frozenset({"context_overflow", "output_limit", "model_limit", "agent_timeout", "rollout_timeout"})
-"""The causes of failure that say a rollout was ended by a limit of time or tokens."""
-
 _EPSILON = 1e-6
+_ALIKE = 1e-9
+"""Rewards no further apart are equal but for rounding."""
 _BUFFER_SHARE = 5
 
 
@@ -45,7 +44,7 @@ def group_advantages(rewards: Sequence[float], kind: Literal["std", "mean", "lea
     `std` counts in sample standard deviations (ddof 1); `leave_one_out` compares with the mean of the others alone.
     A group of one, or one in which all did equally well, teaches nothing: 0 for each.
     """
-    if len(rewards) < 2 or min(rewards) == max(rewards):
+    if len(rewards) < 2 or max(rewards) - min(rewards) <= _ALIKE:
         return [0.0] * len(rewards)
     values = np.array(rewards, dtype=np.float64)
     centred = values - values.mean()

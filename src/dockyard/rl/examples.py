@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dockyard.config import GRPOConfig
-from dockyard.rl.advantage import CUT_SHORT, Scored, scored
+from dockyard.rl.advantage import Scored, scored
 from dockyard.rl.pack import Example
 from dockyard.types import Group, Segment
 
@@ -37,12 +37,13 @@ def _counted(group: Group, config: GRPOConfig) -> list[Scored]:
     if (config.zero_variance == "exclude" or config.dynamic_sampling) and not any(item.advantage for item in items):
         return []
     if config.overlong == "mask":
-        items = [item for item in items if not item.rollout.failure or item.rollout.failure.cause not in CUT_SHORT]
+        items = [item for item in items if not item.rollout.cut_short]
     return items
 
 
 def _example(segment: Segment, advantage: float, weight: float) -> Example:
     targets = np.flatnonzero(segment.sampled).astype(np.int32)
+    assert targets[0] > 0  # nothing comes before the first token that could have drawn it
     return Example(
         token_ids=segment.token_ids,
         targets=targets,

@@ -13,6 +13,8 @@ from torch import Tensor
 from dockyard.config import GRPOConfig
 
 _KL_BOUND = 10.0
+_LOG_BOUND = 20.0
+"""Of log ratios: further out e^x soon is infinite, and a gradient that clipping takes away would be NaN instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class PolicyLoss:
 
 def policy_loss(log_ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """PPO's pessimistic bound: the ratio to the weights that drew the token earns nothing beyond the clip range."""
-    ratio_N = log_ratio_N.exp()
+    ratio_N = _exp(log_ratio_N)
     free_N = -ratio_N * advantages_N
     bounded_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     return PolicyLoss(loss_N=torch.maximum(free_N, bounded_N), clipped_N=(bounded_N > free_N).float())
@@ -80,7 +82,7 @@ def correction_weights(batch: Batch, level: Literal["token", "sequence"], cap: f
     log_ratio_N = (batch.old_N - batch.recorded_N).detach()
     if level == "sequence":
         log_ratio_N = _segment_sums(log_ratio_N, batch.segments_N)
-    return log_ratio_N.exp().clamp(max=cap)
+    return _exp(log_ratio_N).clamp(max=cap)
 
 
 def kl(logprobs_N: Tensor, reference_N: Tensor, kind: Literal["low_var_kl", "k1", "k2", "k3"]) -> Tensor:
@@ -93,13 +95,17 @@ def kl(logprobs_N: Tensor, reference_N: Tensor, kind: Literal["low_var_kl", "k1"
         return -log_ratio_N
     if kind == "k2":
         return log_ratio_N.square() / 2
-    k3_N = log_ratio_N.exp() - log_ratio_N - 1
+    k3_N = _exp(log_ratio_N) - log_ratio_N - 1
     return k3_N.clamp(-_KL_BOUND, _KL_BOUND) if kind == "low_var_kl" else k3_N
 
 
 def mismatch_kl(batch: Batch) -> Tensor:
     """Per token, how far the weights being trained are from what drew it: k3 of KL(engine || trainer)."""
     return kl(batch.recorded_N, batch.logprobs_N.detach(), "k3")
+
+
+def _exp(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
 
 
 def _segment_sums(values_N: Tensor, segments_N: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ from pydantic_core import to_json
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.checkpoints import Checkpoint, Checkpoints, HeldoutScore
-from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remove_drafts, write_atomically
+from dockyard.run_dir.durable import (
+    append_line,
+    disk_errors,
+    make_folder,
+    read_lines,
+    remove_drafts,
+    write_atomically,
+)
 from dockyard.run_dir.lock import take_lock
 from dockyard.run_dir.purpose import Purpose, load_purpose
 from dockyard.run_dir.records import RecordedRollout, eval_of, eval_phase, from_line, step_of, step_phase, to_line
@@ -326,7 +333,7 @@ def _take_fresh(path: Path, *, overwrite: bool) -> int:
     """Lock a folder that holds no run, or no longer does."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"`{path}` is a file, not a folder", hint="choose another `--run_dir`")
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path, hint="choose another `--run_dir`")
     in_the_way = [name for name in _OURS if (path / name).exists()]
     # Only a folder with our lock file is a run: somebody's own `tasks` and `config.toml` are never ours to remove.
     if in_the_way and not (path / _LOCK).exists():

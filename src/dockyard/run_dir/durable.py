@@ -11,10 +11,11 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dockyard.errors import DockyardError
+from dockyard.errors import DockyardError, UsageError
 
 _DRAFT, _OLD = ".draft", ".old"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SAYS_FULL = tuple(text for code in _FULL for text in (os.strerror(code), f"(os error {code})"))
 _FREE_SPACE = "free some disk space, then `dockyard train --resume RUN_DIR`"
 _ALMOST_NOTHING = 64 * 2**20
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -33,7 +34,8 @@ def disk_errors(path: Path) -> Generator[None]:
             raise DockyardError(reason, hint="check who owns the folder, or choose another `--run_dir`") from error
         raise
     except Exception as error:  # torch and safetensors have errors of their own for a full disk
-        if isinstance(error, DockyardError) or not _is_full(path):
+        told = any(text in str(error) for text in _SAYS_FULL)
+        if isinstance(error, DockyardError) or not (told or _is_full(path)):
             raise
         reason = f"cannot write `{path}`: no space left on its disk"
         raise DockyardError(reason, hint=_FREE_SPACE) from error
@@ -42,6 +44,16 @@ def disk_errors(path: Path) -> Generator[None]:
 def _is_full(path: Path) -> bool:
     folder = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(folder).free < _ALMOST_NOTHING
+
+
+def make_folder(path: Path, *, hint: str) -> None:
+    """Make a folder that a person named, and those above it. Where there can be none, `hint` says what to do."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        reason = "no folder can be made there" if above.is_dir() else "it is a file"
+        raise UsageError(f"`{path}` cannot be made in `{above}`: {reason}", hint=hint) from error
 
 
 def append_line(path: Path, line: bytes) -> None:

@@ -34,6 +34,8 @@ RESUMABLE = frozenset(
         "rollout.retries",
         "rollout.max_lost_share",
         "trainer.micro_batch_tokens",
+        "trainer.compile",
+        "trainer.offload",
         "trainer.save_every",
         "trainer.keep_last",
         "trainer.keep_best",

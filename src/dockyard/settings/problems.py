@@ -65,7 +65,7 @@ def explain(kind: type[Config], details: ErrorDetails, toml: Path | None, overri
         spelled = f"`{key}` in `{toml}`"
     field = settings_by_key(kind).get(key)
     hint = f"`{key}`: {field.description}" if field and field.description else LIST_HINT
-    return Problem(f"{spelled} is `{_shown(details['input'])}`; it must be {_expected(details)}", hint)
+    return Problem(f"{spelled} is {_shown(details['input'])}; it must be {_expected(details)}", hint)
 
 
 def unknown_setting(kind: type[Config], key: str, *, spelled: str, prefix: str) -> Problem:
@@ -126,9 +126,13 @@ def _expected(details: ErrorDetails) -> str:
         return by_type
     if details["type"] == "too_short":
         return f"a list of at least {details.get('ctx', {})['min_length']}"
+    if details["type"] == "string_too_short":
+        return f"text with a length of at least {details.get('ctx', {})['min_length']}"
     return details["msg"].removeprefix("Input should be ")
 
 
 def _shown(value: Any) -> str:
+    if value == "":
+        return "empty"
     text = value if isinstance(value, str) else "none" if value is None else toml_value(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"`{text if len(text) <= 60 else f'{text[:57]}...'}`"

@@ -7,7 +7,7 @@ log-sum-exps, and the gradient of each block is the kernel's own, taken at the j
 A row over a trunk (`rl/trees.py`) sees one rectangle more, whose keys and values another pass left behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -379,11 +379,19 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 row_attention.register_autograd(_backward, setup_context=_remember)
 
 
+_NOT_COMPUTED = ("softcap", "s_aux", "sliding_window")
+"""What some families ask of attention."""
+_watching: list[bool] | None = None
+
+
 def _for_transformers(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **more: Any
 ) -> tuple[Tensor, None]:
     """As `transformers` calls attention; `row_blocks` is what the model was called with, or else it is one sequence."""
     blocks = more.get("row_blocks")
+    if _watching is not None:
+        known = blocks is not None and attention_mask is None
+        _watching.append(known and all(more.get(name) is None for name in _NOT_COMPUTED))
     if blocks is None:
         blocks = torch.tensor([[0, query.shape[2]] * 2, [0] * 4])
     q_THD = query[0].transpose(0, 1)
@@ -393,8 +401,19 @@ def _for_transformers(
     return out_THD[None], None
 
 
+@contextmanager
+def watched() -> Generator[list[bool]]:
+    """For each call of attention meanwhile, whether it was told of the row, and asked for nothing else."""
+    global _watching
+    _watching = found = list[bool]()
+    try:
+        yield found
+    finally:
+        _watching = None
+
+
 def wide(x: Tensor) -> Tensor:
-    """In float32 or better."""
+    """In float32 or better: small numbers added one by one would be lost in a narrower format."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

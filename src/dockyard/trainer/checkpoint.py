@@ -4,6 +4,7 @@ Nothing more: which tasks are due follows from the seed and the step, and rollou
 with the version of the weights behind each token.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,27 @@ def save_weights(model: Any, folder: Path) -> None:
 def save(folder: Path, model: Any, optimizer: Optimizer, version: int) -> None:
     """Write everything; the folder is an adapter's, or a model's, with one file more."""
     save_weights(model, folder)
-    state = {"version": version, "optimizer": optimizer.state_dict(), "random": _random_state()}
+    dtype = str(model.dtype).removeprefix("torch.")
+    state = {"version": version, "optimizer": optimizer.state_dict(), "random": _random_state(), "dtype": dtype}
     torch.save(state, folder / _STATE_FILE)
+
+
+def number_format(folder: Path) -> str | None:
+    """What the policy computed in, as `model.dtype` has it. None where it is not recorded: an adapter alone is float32.
+
+    A model that was trained as a whole is written in it.
+    """
+    model, state = folder / "config.json", folder / _STATE_FILE
+    try:
+        if model.is_file():
+            return json.loads(model.read_bytes())["dtype"]
+        if state.is_file():
+            return torch.load(state, map_location="cpu", weights_only=True, mmap=True).get("dtype")
+        return None
+    except Exception as error:  # whatever the readers raise, this checkpoint is not what `save` wrote
+        raise DockyardError(
+            f"the checkpoint `{folder}` cannot be read: {error}", hint="`--step` takes another checkpoint"
+        ) from error
 
 
 def restore(folder: Path, model: Any, optimizer: Optimizer) -> int:

@@ -1,9 +1,12 @@
 """A trained policy as a folder that vLLM, transformers and the Hub take as it is: a whole model, or its adapter alone.
 
-It says how the policy was prompted in training, and its chat template does the same wherever that is possible.
+It computes what the policy computed in training. It says how that was prompted, and its chat template does the same
+wherever that is possible.
 """
 
 import json
+import logging
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 
 from dockyard import __version__
 from dockyard.config import ModelConfig, RunConfig
@@ -23,13 +27,17 @@ from dockyard.gateway.render.template import TokenizerConfig, read_config, templ
 from dockyard.run_dir import HeldoutScore, checkpoints_of, settings_file
 from dockyard.run_dir.durable import whole_folder
 from dockyard.settings import load_run_config
+from dockyard.trainer.checkpoint import number_format
 from dockyard.trainer.model_card import model_card
+
+logger = logging.getLogger(__name__)
 
 ABOUT = "dockyard.json"
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # of the base: all but its weights
 _OWN = ("config.json", "*.index.json")  # which the exported model has its own of
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,20 @@ class Base:
     """On the Hub, else its folder's."""
     folder: Path
     config: ModelConfig
+    dtype: str | None = None
+    """The number format to load it in. None: the one it is stored in."""
+
+    def load(self) -> Any:
+        if self.dtype is None:
+            return load_model(self.folder, self.config, as_stored=True)
+        return load_model(self.folder, self.config.model_copy(update={"dtype": self.dtype}))
+
+    def num_bytes(self) -> int:
+        """Of its weights, when they are loaded."""
+        files = list(self.folder.glob("*.safetensors"))
+        if self.dtype is None:
+            return sum(file.stat().st_size for file in files)
+        return sum(map(_num_weights, files)) * _BYTES[self.dtype]
 
 
 def export(wanted: Wanted) -> Source:
@@ -78,9 +100,14 @@ def export(wanted: Wanted) -> Source:
     check_output(wanted.output, overwrite=wanted.overwrite)
     model = config.model.model_copy(update={"name": wanted.base or config.model.name, "device": "cpu"})
     folder = find_model(model.name, weights=not wanted.adapter_only)
-    base = Base(name=hub_name(model.name) or folder.name, folder=folder, config=model)
+    base = Base(
+        name=hub_name(model.name) or folder.name,
+        folder=folder,
+        config=model,
+        dtype=None if wanted.adapter_only else _dtype(wanted.run, config, source),
+    )
     if not wanted.adapter_only:
-        _check_space(folder, wanted.output)
+        _check_space(base, wanted.output)
     with whole_folder(wanted.output.absolute()) as draft:
         if wanted.adapter_only:
             for name in _ADAPTER:
@@ -88,6 +115,12 @@ def export(wanted: Wanted) -> Source:
         else:
             _write_whole(base, source, draft)
         _describe(base, source, config, draft)
+    if config.trainer.method == "qlora" and not wanted.adapter_only:
+        logger.warning(
+            "the adapter was trained over weights of 4 bits; the merged model has all bits, so it may score otherwise "
+            "than the policy did: `dockyard eval --model.name %s` measures it",
+            wanted.output,
+        )
     return source
 
 
@@ -125,8 +158,30 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise UsageError(f"`{output}` already holds an export", hint="`--overwrite` replaces it")
 
 
-def _check_space(folder: Path, output: Path) -> None:
-    needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def _dtype(run: Path, config: RunConfig, source: Source) -> str | None:
+    """The number format to load the base in so that nothing is rounded off what was trained; None: as it is stored.
+
+    A whole model is taken as it was trained. An adapter is merged in the wider of the base's format and the run's:
+    float32, of which there is no wider, or the base's.
+    """
+    if config.trainer.method == "full":
+        return number_format(source.path)
+    latest = checkpoints_of(run).latest()
+    recorded = number_format(source.path) or (latest and number_format(latest.path))  # the best is an adapter alone
+    set_by_hand = "float32" if (config.model.dtype, config.model.device) == ("auto", "cpu") else config.model.dtype
+    return "float32" if (recorded or set_by_hand) == "float32" else None
+
+
+def _num_weights(file: Path) -> int:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    except SafetensorError:  # loading it will say what is wrong
+        return 0
+
+
+def _check_space(base: Base, output: Path) -> None:
+    needed = base.num_bytes()
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -137,13 +192,13 @@ def _check_space(folder: Path, output: Path) -> None:
 
 
 def _write_whole(base: Base, source: Source, draft: Path) -> None:
-    """Everything that the base's folder has, in its number format, with what was trained in the weights."""
+    """Everything that the base's folder has, with what was trained in the weights."""
     for file in (file for pattern in _COPIED for file in base.folder.glob(pattern)):
         if not any(file.match(own) for own in _OWN):
             shutil.copy(file, draft)
-    whole = load_model(base.folder, base.config, as_stored=True)
+    whole = base.load()
     try:
-        whole: Any = load_weights(whole, source.path)
+        whole = load_weights(whole, source.path)
         if isinstance(whole, PeftModel):
             whole = whole.merge_and_unload(safe_merge=True)
     except Exception as error:  # whatever the readers raise, one of the two folders is wrong

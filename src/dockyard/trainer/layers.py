@@ -90,13 +90,16 @@ class Layers:
         return self._run(self._plan[index], layer, hidden_1TD, *args, **kwargs)
 
     def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(self._runs[max(keep, Keep.ATTENTION)], layer) if self._compiled else layer._call_impl
+        level = max(keep, Keep.ATTENTION)
+        run = partial(self._runs[level], layer) if self._compiled else layer._call_impl
+        kept = partitioner.patch(activation_memory_budget=_BUDGETS[level])
         if keep is Keep.NOTHING:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        if keep is Keep.OFFLOADED:
-            with save_on_cpu(pin_memory=True):
+            with kept:
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with partitioner.patch(activation_memory_budget=_BUDGETS[keep]):
+        if keep is Keep.OFFLOADED:
+            with kept, save_on_cpu(pin_memory=True):
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        with kept:
             return run(*args, **kwargs)
 
     def _choose(self, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Keep]:
@@ -136,6 +139,8 @@ class Layers:
             out = self._run(keep, layer, some, *some_args, **some_kwargs)
             used = torch.cuda.memory_allocated() - before
             del out
+        if keep is Keep.OFFLOADED:  # what a layer makes is the next one's input, which goes
+            used -= _shortened(hidden_1TD, num, short).nbytes
         return used / short
 
 

@@ -11,14 +11,15 @@ _FLOAT32 = 4
 def bytes_to_train(model: Any, *, num_copies: int) -> int:
     """Besides the weights themselves, and without activations.
 
-    AdamW has two moments of each weight, the sum of gradients is one more number, all in float32; a pass makes its
-    gradients in the weights' own format before they are added. Weights in a narrower format have a float32 copy too.
+    AdamW has two moments of each weight, the sums of gradients of a tree and of the update are two more numbers, all
+    in float32; a pass makes its gradients in the weights' own format before they are added. Weights in a narrower
+    format have a float32 copy too.
     `num_copies` are the models beside this one: the engine's and the reference.
     """
     total = 0
     for weight in model.parameters():
         size = weight.element_size()
-        in_float32 = 4 if size < _FLOAT32 else 3
+        in_float32 = 5 if size < _FLOAT32 else 4
         total += weight.numel() * (in_float32 * _FLOAT32 + (1 + num_copies) * size)
     return total
 

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from dockyard.config import TrainerConfig
 from dockyard.engine.weights import other_attention, worth_compiling
 from dockyard.errors import DockyardError
-from dockyard.rl.pack import Row
+from dockyard.rl.pack import Example, Row, pack
 from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
 from dockyard.trainer.attention import wide
@@ -83,20 +83,30 @@ class Network:
         if full and with_reference:
             self._frozen = Network(copy.deepcopy(base), trainer, with_reference=False)
             self._frozen.model.requires_grad_(False)
-        self.model: Any = base.requires_grad_() if full else with_adapters(base, trainer)
-        base.set_attn_implementation(attention.NAME)
+        with _explained(base.config.model_type):
+            self.model: Any = base.requires_grad_() if full else with_adapters(base, trainer)
+        self.model.eval()  # dropout would make other logprobs than the engine's
         self._decoder: Any = base.get_decoder()
         self._head: Any = base.get_output_embeddings()
-        self._check_head()
-        _refuse_windows(base.config.get_text_config())
+        with _explained(base.config.model_type):
+            alone = [self._own_logits(example) for example in _FORK]
+            base.set_attn_implementation(attention.NAME)
+            self._check_head()
+            _refuse_windows(base.config.get_text_config())
+            self._check_rows(torch.cat(alone))
         self._on_gpu = self.model.device.type == "cuda"
         self._compiled = trainer.compile and worth_compiling(self.model)
+        chunk_bytes = _CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24)
         self._layers = Layers(
             self._decoder.layers,
             compiled=self._compiled,
             levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
-            spare_bytes=_CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24),
+            spare_bytes=chunk_bytes + full * self._gradient_bytes(),
         )
+
+    def _gradient_bytes(self) -> int:
+        """Of all weights: what one pass makes, and the float32 sum it is added to."""
+        return sum(weight.numel() * (weight.element_size() + 4) for weight in self.model.parameters())
 
     @property
     def trained(self) -> list[Tensor]:
@@ -176,6 +186,29 @@ class Network:
         if not torch.allclose(plain.float(), ours.float(), rtol=0.05, atol=0.05):
             raise DockyardError(
                 f"`{self.model.config.model_type}` does more to its logits than a matrix product, which is not trained",
+                hint="choose a model of another family",
+            )
+
+    def _own_logits(self, example: Example) -> Tensor:
+        """As the family's own code makes them."""
+        ids_1T = torch.from_numpy(example.token_ids).long().to(self.model.device)[None]
+        with torch.no_grad():
+            return self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
+
+    def _check_rows(self, alone_NV: Tensor) -> None:
+        """Families whose layers do not pass on what a row is, or attend in other ways, are refused."""
+        [row] = pack(_FORK, 64)
+        with torch.no_grad(), attention.watched() as calls:
+            hidden_TD = self._hidden(_Padded.of(row, self.model.device))
+            packed_NV = linear(hidden_TD[torch.from_numpy(row.sources).long()], self._head.weight)
+        understood = len(calls) == len(self._decoder.layers) and all(calls)
+        if self.model.dtype in (torch.float32, torch.float64):  # where rounding is no excuse
+            distance = (packed_NV - alone_NV).abs().mean() / alone_NV.std()
+            understood = understood and float(distance) < _SAME_LOGITS
+        if not understood:
+            raise DockyardError(
+                f"`{self.model.config.model_type}` attends in a way that is not trained: several sequences in a row "
+                "would see each other",
                 hint="choose a model of another family",
             )
 
@@ -286,6 +319,34 @@ def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, 
 _fused_statistics: Any = torch.compile(_statistics, dynamic=True)
 _fused_slope: Any = torch.compile(_slope, dynamic=True)
 """One kernel each on a GPU, where passes over the vocabulary would take longer than its matrix product."""
+
+
+@contextmanager
+def _explained(family: str) -> Generator[None]:
+    """A family whose code is built otherwise fails in many ways."""
+    try:
+        yield
+    except (DockyardError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        raise DockyardError(
+            f"`{family}` cannot be trained here: {type(error).__name__}: {error}",
+            hint="choose a model of another family",
+        ) from error
+
+
+def _sampled(*token_ids: int) -> Example:
+    """All but the first."""
+    targets = np.arange(1, len(token_ids), dtype=np.int32)
+    return Example(
+        token_ids=np.array(token_ids, np.int32), targets=targets, old_logprobs=None, advantage=1.0, weight=1.0
+    )
+
+
+_FORK = (_sampled(3, 5, 2, 7, 1, 6, 4), _sampled(3, 5, 2, 8, 6, 0))
+"""Sequences that begin alike, in the order in which a row has them."""
+_SAME_LOGITS = 0.01
+"""In what logits differ by."""
 
 
 def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Keep]:

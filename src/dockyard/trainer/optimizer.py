@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dockyard.config import TrainerConfig
+from dockyard.trainer.attention import wide
 
 
 class Optimizer:
@@ -37,7 +38,7 @@ class Optimizer:
         """To the sum. When there is no memory for it, nothing of them is added."""
         sums = [master.grad for master in self._masters]
         if any(total is None for total in sums):
-            for master, grad in zip(self._masters, [widened(grad) for grad in grads], strict=True):
+            for master, grad in zip(self._masters, [wide(grad) for grad in grads], strict=True):
                 master.grad = grad
             return
         for total, grad in zip(sums, grads, strict=True):
@@ -79,10 +80,5 @@ class Optimizer:
 
 
 def _master(weight: Tensor) -> Tensor:
-    wide = widened(weight)
-    return weight if wide is weight else wide.detach().requires_grad_()
-
-
-def widened(x: Tensor) -> Tensor:
-    """In float32, if it was in a narrower format: small numbers added one by one would be lost there."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    copy = wide(weight)
+    return weight if copy is weight else copy.detach().requires_grad_()

@@ -22,8 +22,9 @@ from dockyard.rl.loss import Batch, batch_loss, mismatch_kl
 from dockyard.rl.pack import Row
 from dockyard.rl.trees import Tree, plant
 from dockyard.trainer import checkpoint
+from dockyard.trainer.attention import wide
 from dockyard.trainer.network import Network, Trunk
-from dockyard.trainer.optimizer import Optimizer, widened
+from dockyard.trainer.optimizer import Optimizer
 from dockyard.types import Group
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,6 @@ class Policy:
 
     def _accumulate(self, tree: Tree, totals: "_Totals") -> None:
         """Add one tree's part of the loss to the gradients: its trunk forward, row after row, its trunk backward."""
-        self.model.train()
         found = _Totals()
         sums: list[Tensor] = []
         references = self._references(tree)
@@ -123,12 +123,14 @@ class Policy:
         scores = self._network.scores(row, self._temperature, trunk)
         batch = self._batch(row, scores.logprobs_N, reference_N)
         loss = batch_loss(batch, self._grpo)
+        known_N = torch.from_numpy(~np.isnan(row.old_logprobs) | self._anchored).to(batch.recorded_N.device)
         totals.add(
             loss=loss.total.detach(),
             clipped=loss.clipped_N.sum(),
             kl=loss.kl_N.sum(),
-            mismatch=(batch.logprobs_N.detach() - batch.recorded_N).abs().sum(),
-            mismatch_kl=mismatch_kl(batch).sum(),
+            mismatch=(batch.logprobs_N.detach() - batch.recorded_N).abs()[known_N].sum(),
+            mismatch_kl=mismatch_kl(batch)[known_N].sum(),
+            known=known_N.sum(),
             logprob=batch.logprobs_N.detach().sum(),
             entropy=scores.entropy_N.sum(),
             likeliest=scores.likeliest_N.sum(),
@@ -189,7 +191,7 @@ def _add(sums: list[Tensor], grads: Sequence[Tensor]) -> None:
         sums.extend(grads)
     else:
         for index, grad in enumerate(grads):
-            sums[index] = widened(sums[index]).add_(grad)
+            sums[index] = wide(sums[index]).add_(grad)
 
 
 class _Totals:
@@ -205,12 +207,11 @@ class _Totals:
 
     def metrics(self) -> dict[str, float]:
         sums = {name: float(value) for name, value in self.sums.items()}
-        tokens = sums.get("tokens", 0.0)
+        tokens, known = sums.get("tokens", 0.0), sums.get("known", 0.0)
+        per_known = {"train/logprob_mismatch": "mismatch", "train/mismatch_kl": "mismatch_kl"}
         per_token = {
             "train/clip_fraction": "clipped",
             "train/kl": "kl",
-            "train/logprob_mismatch": "mismatch",
-            "train/mismatch_kl": "mismatch_kl",
             "train/mean_logprob": "logprob",
             "train/entropy": "entropy",
             "train/likeliest": "likeliest",
@@ -219,4 +220,5 @@ class _Totals:
             "train/loss": sums.get("loss", 0.0),
             "train/tokens": tokens,
             **{name: sums[key] / tokens for name, key in per_token.items() if tokens},
+            **{name: sums[key] / known for name, key in per_known.items() if known},
         }
