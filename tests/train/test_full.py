@@ -26,7 +26,7 @@ from dockyard.rl.examples import examples_of
 from dockyard.run_dir import RunDir
 from dockyard.settings import load_run_config
 from dockyard.trainer import memory
-from dockyard.trainer.memory import bytes_to_train, refuse_too_large
+from dockyard.trainer.memory import beside_training, bytes_to_train, refuse_too_large
 from dockyard.trainer.method import check_method
 from dockyard.trainer.optimizer import Optimizer
 from dockyard.trainer.policy import Policy
@@ -329,3 +329,15 @@ def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
     with pytest.raises(DockyardError, match="training all weights of `qwen2` takes .* GiB .* this machine has .* left"):
         refuse_too_large(model, num_copies=1)
+
+
+def test_an_engine_leaves_room_for_the_gradients_of_all_weights(monkeypatch: pytest.MonkeyPatch):
+    class OnGpu:
+        device = torch.device("cuda")
+        parameters = model_of(tied=True, dtype=torch.bfloat16).parameters
+
+    num_weights = sum(parameter.numel() for parameter in OnGpu.parameters())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * num_weights + 2**31)
+    assert beside_training(EngineConfig(), OnGpu).kv_cache_gb == 1.0
+    assert beside_training(EngineConfig(kv_cache_gb=3), OnGpu).kv_cache_gb == 3
+    assert beside_training(EngineConfig(), model_of(tied=True)).kv_cache_gb is None

@@ -15,7 +15,7 @@ from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.run_dir import RunDir
 from dockyard.trainer.loop import PublishedPolicy
-from dockyard.trainer.memory import refuse_too_large
+from dockyard.trainer.memory import beside_training, refuse_too_large
 from dockyard.trainer.off_policy import measure
 from dockyard.trainer.policy import Policy
 from dockyard.types import Group
@@ -45,13 +45,19 @@ async def open_learner(
     """A learner as the run left it. `recorded` is what it will learn from, if that is known."""
     base = await asyncio.to_thread(_load_base, config, model_dir, say, with_engine=served is Served.HERE)
     policy = await _load_policy(config, run, base, say, recorded)
-    embedded = TransformersEngine(policy.serving_model(), config.engine) if served is Served.HERE else None
+    embedded = _embedded_engine(config, policy) if served is Served.HERE else None
     engine = embedded if isinstance(served, Served) else served
     try:
         yield PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
     finally:
         if embedded:
             await embedded.close()
+
+
+def _embedded_engine(config: RunConfig, policy: Policy) -> TransformersEngine:
+    model = policy.serving_model()
+    full = config.trainer.method == "full"
+    return TransformersEngine(model, beside_training(config.engine, model) if full else config.engine)
 
 
 def _load_base(config: RunConfig, model_dir: Path, say: Callable[[str], None], *, with_engine: bool) -> Any:

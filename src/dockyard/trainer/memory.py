@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dockyard.config import EngineConfig
 from dockyard.errors import DockyardError
 from dockyard.trainer.free_memory import free_bytes
 
@@ -22,6 +23,23 @@ def bytes_to_train(model: Any, *, num_copies: int) -> int:
         in_float32 = 5 if size < _FLOAT32 else 4
         total += weight.numel() * (in_float32 * _FLOAT32 + (1 + num_copies) * size)
     return total
+
+
+def gradient_bytes(model: Any) -> int:
+    """Of all weights, while rows are run: what one pass makes, and the float32 sum of a tree that it is added to."""
+    return sum(weight.numel() * (weight.element_size() + _FLOAT32) for weight in model.parameters())
+
+
+def beside_training(engine: EngineConfig, model: Any) -> EngineConfig:
+    """The settings of an engine on a GPU where all weights of this model are trained.
+
+    An engine takes half of what is free, and leaves the rest to activations. Here gradients are to fit in besides.
+    """
+    if model.device.type != "cuda" or engine.kv_cache_gb is not None:
+        return engine
+    summed = _FLOAT32 * sum(weight.numel() for weight in model.parameters())
+    left = free_bytes(model.device) - gradient_bytes(model) - summed
+    return engine.model_copy(update={"kv_cache_gb": max(left, 0) / 2 / 2**30})
 
 
 def refuse_too_large(model: Any, *, num_copies: int) -> None:

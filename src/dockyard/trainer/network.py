@@ -25,6 +25,7 @@ from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
 from dockyard.trainer.attention import wide
 from dockyard.trainer.layers import Keep, Layers
+from dockyard.trainer.memory import gradient_bytes
 from dockyard.types import IntArray
 
 _CHUNK = 2048
@@ -101,12 +102,8 @@ class Network:
             self._decoder.layers,
             compiled=self._compiled,
             levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
-            spare_bytes=chunk_bytes + full * self._gradient_bytes(),
+            spare_bytes=chunk_bytes + (gradient_bytes(self.model) if full else 0),
         )
-
-    def _gradient_bytes(self) -> int:
-        """Of all weights: what one pass makes, and the float32 sum it is added to."""
-        return sum(weight.numel() * (weight.element_size() + 4) for weight in self.model.parameters())
 
     @property
     def trained(self) -> list[Tensor]:

@@ -27,8 +27,13 @@ class Optimizer:
             lr=config.lr,
             betas=(0.9, config.adam_beta2),
             weight_decay=config.weight_decay,
-            fused=self._trained[0].device.type == "cuda",
+            fused=(fused := self._trained[0].device.type == "cuda"),
         )
+        # Now, and not at the first step: whoever asks later what is free is to see what is left.
+        for master in self._masters:
+            step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            self._adam.state[master] = {"step": step, **moments}
 
     def zero_grad(self) -> None:
         """Begin another sum."""
