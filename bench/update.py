@@ -5,6 +5,7 @@ makes reference logprobs has a column of its own. MFU counts 4 N T for the weigh
 7 T^2 d L for causal attention, whatever is computed twice, of 790 TFLOP/s, which is what an H200 gives matrix products.
 
     python bench/update.py [--lengths 4096,16384] [--systems ours,trl,plain] [--parts lengths,shared,head,gradients,moe]
+    python bench/update.py --parts lengths --systems ours --card-gib 24 --offload    as on a smaller card
 """
 
 import argparse
