@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,15 +134,39 @@ async def test_a_context_longer_than_the_memory_is_refused_and_one_that_nobody_a
     assert (len(whole.token_ids), whole.finish) == (8, Finish.LENGTH)
 
 
+class Paced:
+    """An engine that advances only as far as it is told to."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._allowed, self._done = threading.Semaphore(0), 0
+        self._advance, engine._batch.advance = engine._batch.advance, self._step
+
+    def _step(self) -> None:
+        self._allowed.acquire()
+        self._advance()
+        self._done += 1
+
+    def let_go(self) -> None:
+        self._allowed.release(10_000)
+
+    async def advance(self, times: int) -> None:
+        aim = self._done + times
+        self._allowed.release(times)
+        while self._done < aim:
+            await asyncio.sleep(0.001)
+
+
 async def test_a_cancelled_request_makes_room_for_others():
     async with engine_of(max_batch=1) as engine:
+        paced = Paced(engine)
         long = asyncio.create_task(engine.generate(request(PROMPTS[0], new=400)))
-        await asyncio.sleep(0.05)
+        await paced.advance(5)
         waiting = asyncio.create_task(engine.generate(request(PROMPTS[2], new=3)))
-        await asyncio.sleep(0.05)
+        await paced.advance(50)
         assert not waiting.done()
         long.cancel()
-        done = await asyncio.wait_for(waiting, 5)
+        paced.let_go()
+        done = await waiting
     assert isinstance(done, Generation)
     assert long.cancelled()
 
@@ -184,9 +209,14 @@ async def test_a_request_in_flight_goes_on_under_new_weights_with_each_token_mar
     for _ in range(3):
         moved.update([make_group([0.0, 1.0])], 10)
     async with engine_of(policy) as engine:
-        flying = asyncio.create_task(engine.generate(request(PROMPTS[1], new=400)))
-        await asyncio.sleep(0.1)
-        await engine.publish(saved(moved, tmp_path), 1)
+        paced = Paced(engine)
+        flying = asyncio.create_task(engine.generate(request(PROMPTS[1], new=40)))
+        await paced.advance(5)
+        publishing = asyncio.create_task(engine.publish(saved(moved, tmp_path), 1))
+        await asyncio.sleep(0)  # now it is asked for
+        await paced.advance(2)
+        paced.let_go()
+        await publishing
         generation = await flying
     assert isinstance(generation, Generation)
     new = generation.versions == 1
