@@ -1,14 +1,18 @@
-"""Ctrl-C and SIGTERM: the first stops the work cleanly, the second ends the process at once.
+"""Ctrl-C and SIGTERM: the first stops the work cleanly, the second ends the process at once. And work that ends with
+another process, without which it would go nowhere.
 
-The second is left to the kernel, since a process that is busy in native code never runs a signal handler of ours.
+The second signal is left to the kernel, since a process that is busy in native code never runs a handler of ours.
 """
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Generator
-from contextlib import contextmanager
+from asyncio.subprocess import Process
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any
+
+from dockyard.errors import DockyardError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -70,3 +74,26 @@ def _leave_to_kernel(loop: asyncio.AbstractEventLoop | None = None) -> None:
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     _leave_to_kernel()
     raise KeyboardInterrupt
+
+
+@asynccontextmanager
+async def ends_with(process: Process, reason: Callable[[], DockyardError]) -> AsyncGenerator[None]:
+    """The block is given up when the process ends, with this reason: nobody would start it again."""
+    block = asyncio.current_task()
+    assert block is not None
+    cancels = block.cancelling()
+
+    async def watch() -> None:
+        await process.wait()
+        block.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watching.done() or block.cancelling() > cancels + 1:  # somebody else wants it to end
+            raise
+        raise reason() from None
+    finally:
+        if not watching.cancel():
+            block.uncancel()

@@ -24,6 +24,7 @@ from dockyard.engine.checks import Wanted
 from dockyard.engine.server import Server
 from dockyard.engine.vllm import max_rank
 from dockyard.errors import EngineError
+from dockyard.interrupt import ends_with
 from dockyard.run_dir import read_purpose
 from dockyard.run_dir.durable import disk_errors
 
@@ -53,7 +54,7 @@ async def serving(
         words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
         process = await _start(words, engine.args, url, log)
     try:
-        async with _until_it_ends(process, log):
+        async with ends_with(process, lambda: _ended(process, log)):
             yield engine.model_copy(update={"url": url})
     finally:
         await _end(process)
@@ -134,29 +135,11 @@ async def _answers(process: Process, url: str) -> bool:
         await server.close()
 
 
-@asynccontextmanager
-async def _until_it_ends(process: Process, log: Path) -> AsyncGenerator[None]:
-    """The block is given up when the server ends: nobody would start it again, however long one asks."""
-    block = asyncio.current_task()
-    assert block is not None
-    cancelled_before = block.cancelling()
-
-    async def give_up() -> None:
-        await process.wait()
-        block.cancel()
-
-    watching = asyncio.create_task(give_up())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not watching.done() or block.uncancel() > cancelled_before:
-            raise  # by somebody else
-        raise EngineError(
-            f"vLLM ended with code {process.returncode} in the middle of the run:\n{summary(_text(log))}",
-            hint=f"its log is `{log}`{_way_on(log.parent)}",
-        ) from None
-    finally:
-        watching.cancel()
+def _ended(process: Process, log: Path) -> EngineError:
+    return EngineError(
+        f"vLLM ended with code {process.returncode} in the middle of the run:\n{summary(_text(log))}",
+        hint=f"its log is `{log}`{_way_on(log.parent)}",
+    )
 
 
 def _way_on(folder: Path) -> str:

@@ -16,6 +16,7 @@ import aiohttp
 from yarl import URL
 
 from dockyard.errors import DockyardError
+from dockyard.interrupt import ends_with
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -
                 hint="run it by hand, or open a tunnel yourself and name it by `--gateway.public_url`",
             )
         logger.info("agents reach the gateway at %s", url)
-        async with _alive(process, command):
+        async with ends_with(process, lambda: _ended(process, command)):
             yield url
     finally:
         reading.cancel()
@@ -56,28 +57,10 @@ async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -
         await process.wait()
 
 
-@asynccontextmanager
-async def _alive(process: asyncio.subprocess.Process, command: str) -> AsyncGenerator[None]:
-    """The block ends with the process, by an error: agents without a way to their model would count as crashed."""
-    task = asyncio.current_task()
-    assert task is not None
-    cancels = task.cancelling()
-
-    async def watch() -> None:
-        await process.wait()
-        task.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not watching.done() or task.cancelling() > cancels + 1:  # somebody else wants it to end
-            raise
-        message = f"`gateway.tunnel` ended with code {process.returncode} in the middle of the run"
-        raise DockyardError(message, hint=f"run `{command}` by hand; `--resume` continues the run") from None
-    finally:
-        if not watching.cancel():
-            task.uncancel()
+def _ended(process: asyncio.subprocess.Process, command: str) -> DockyardError:
+    """Agents without a way to their model would count as crashed."""
+    message = f"`gateway.tunnel` ended with code {process.returncode} in the middle of the run"
+    return DockyardError(message, hint=f"run `{command}` by hand; `--resume` continues the run")
 
 
 async def _listen(output: asyncio.StreamReader, heard: list[str]) -> None:

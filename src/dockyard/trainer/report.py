@@ -24,11 +24,12 @@ def summarise(run: RunDir, wall_s: float) -> dict[str, Any]:
     during = {int(line["step"] or 0) + 1: line["reward/heldout"] for line in metrics if "reward/heldout" in line}
     evaluations = (EVAL_BEFORE, *map(eval_phase, during), EVAL_AFTER)
     everything = [*trained, *(rollout for phase in evaluations for rollout in _rollouts(run, phase))]
+    before = _rollouts(run, EVAL_BEFORE)
     summary = {
-        **_heldout("eval_before", _rollouts(run, EVAL_BEFORE)),
+        **_heldout("eval_before", before),
         **_heldout("eval_after", _rollouts(run, EVAL_AFTER)),
         "eval_during": during,
-        "eval_tasks": len({rollout.task for rollout in _rollouts(run, EVAL_BEFORE)}),
+        "eval_tasks": len({rollout.task for rollout in before}),
         "steps": run.config.steps,
         "seed": run.config.seed,
         "method": run.config.trainer.method,
