@@ -19,9 +19,9 @@ from dockyard.trainer.network import Network
 ROW = random_row()
 
 
-def trained(method: str = "lora") -> Network:
+def trained(method: str = "lora", dtype: torch.dtype = torch.float32) -> Network:
     trainer = TrainerConfig(method="full") if method == "full" else TrainerConfig(lora_r=4)
-    base = LlamaForCausalLM.from_pretrained(tiny_model_dir())
+    base = LlamaForCausalLM.from_pretrained(tiny_model_dir(), dtype=dtype)
     torch.manual_seed(0)
     network = Network(base, trainer, with_reference=False)
     torch.manual_seed(1)
@@ -54,6 +54,38 @@ def test_with_little_memory_layers_run_twice_and_gradients_are_the_same(monkeypa
     assert little < much / 2
     assert any(grad.abs().sum() > 0 for grad in expected)
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_with_less_still_feed_forward_parts_see_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch, method: str):
+    monkeypatch.setattr(layers, "_PART_TOKENS", 5)
+    network = trained(method, torch.float64)
+    widths: list[int] = []
+    for layer in network._decoder.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, __, out: widths.append(out.shape[1]))
+
+    def grads(free: float) -> tuple[Tensor, ...]:
+        widths.clear()
+        monkeypatch.setattr(layers, "free_bytes", lambda _: free)
+        return kept_and_grads(network)[1]
+
+    grads(0.0)  # measures
+    expected = grads(math.inf)
+    assert set(widths) == {len(ROW.token_ids)}
+    found = grads(-math.inf)
+    assert max(widths) == 5
+    torch.testing.assert_close(found, expected)
+    grads(math.inf)
+    assert set(widths) == {len(ROW.token_ids)}
+
+
+def test_layers_are_not_cut_into_parts_for_the_margin_alone(monkeypatch: pytest.MonkeyPatch):
+    network = trained()
+    head_bytes = network._layers._head_bytes
+    for free, in_parts in ((head_bytes + 1e9, False), (1e9, False), (-1e9, True)):
+        monkeypatch.setattr(layers, "free_bytes", lambda _, free=free: free + 1e8)
+        network.scores(ROW, 1.0)
+        assert network._layers._in_parts is in_parts
 
 
 def test_a_layer_that_runs_twice_keeps_only_what_it_was_called_with(monkeypatch: pytest.MonkeyPatch):

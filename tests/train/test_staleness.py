@@ -1,7 +1,9 @@
 """A real run whose rollouts go on while the policy learns: no token is older than allowed, and some are old."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_policy import tiny_model_dir
@@ -9,6 +11,8 @@ from trials import write_task
 
 from dockyard.cli import main
 from dockyard.run_dir import RunDir, step_phase
+from dockyard.trainer import loop
+from dockyard.trainer.heldout import Heldout
 
 # A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
 TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
@@ -64,3 +68,18 @@ def test_no_token_is_older_than_allowed_and_some_are_old(tmp_path: Path, max_sta
 def test_recorded_rollouts_are_not_taken_for_fresher_than_they_are(tmp_path: Path):
     assert main(["train", *settings(tmp_path, 1)]) == 0
     assert main(["train", f"--resume={tmp_path / 'run'}", "--rollout.max_staleness=0"]) == 2
+
+
+def test_the_evaluation_before_training_is_no_part_of_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hours_s = 0.0
+
+    async def takes_hours(_: Heldout) -> None:
+        nonlocal hours_s
+        hours_s = 7200.0
+
+    monkeypatch.setattr(Heldout, "before", takes_hours)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + hours_s))
+    assert main(["train", *settings(tmp_path, 0), "--steps=1"]) == 0
+    [line] = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert hours_s > 0
+    assert line["time/collect_s"] <= line["time/step_s"] < hours_s

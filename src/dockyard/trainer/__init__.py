@@ -69,8 +69,8 @@ async def _run(
         heldout = Heldout(
             tasks=inputs.tasks.heldout, attempts=parts.attempts, learner=parts.learner, run=run, config=config
         )
-        record = StepRecord(run, progress, parts.learner, heldout.during, trackers.log, parts.foreign)
         await parts.learner.publish()
         await heldout.before()
+        record = StepRecord(run, progress, parts.learner, heldout.during, trackers.log, parts.foreign)
         await train(config.steps, parts.rollouts, parts.learner, record)
         await heldout.after()

@@ -1,10 +1,12 @@
 """Decoder layers as they are trained: compiled on a GPU, and keeping for the backward pass what the memory allows.
 
 A layer that keeps everything is fastest; one that keeps less makes the rest again, and one that keeps nothing runs
-twice. How much each way takes is measured on the first layer when it is first needed.
+twice. How much each way takes is measured on the first layer when it is first needed. Where even a single layer's
+backward pass is too much, its feed-forward part runs on some tokens at a time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from enum import IntEnum
 from functools import partial
 from itertools import count, pairwise
@@ -12,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as partitioner
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +41,8 @@ _BACKWARD = 2.8
 """What one layer's backward pass needs on top, in what a layer that keeps everything leaves."""
 _SPARE_BYTES = 2 * 2**30
 _MEASURED_TOKENS = 4096
+_PART_TOKENS = 4096
+"""That go through a layer's feed-forward part at once when memory is short."""
 
 
 def _compiled() -> Callable[..., Any]:
@@ -57,16 +61,21 @@ _NUMBERS = count()
 class Layers:
     """Takes over how a model's decoder layers are called. A copy of the model is called as ever."""
 
-    def __init__(self, layers: Sequence[Any], *, compiled: bool, levels: list[Keep], spare_bytes: int) -> None:
-        """`levels` are those to choose from, `spare_bytes` is what the passes need besides layers."""
+    def __init__(
+        self, layers: Sequence[Any], *, compiled: bool, levels: list[Keep], head_bytes: int, gradient_bytes: int
+    ) -> None:
+        """`levels` are those to choose from. The head takes its memory before layers run backward, gradients stay."""
         self.reserved_tokens = 0
         """Of a later pass, for which there is to be room besides what this one keeps."""
         self._num = len(layers)
         self._compiled = compiled
         self._levels = levels
-        self._spare_bytes = spare_bytes + _SPARE_BYTES
+        self._head_bytes = head_bytes
+        self._gradient_bytes = gradient_bytes
+        self._spare_bytes = _SPARE_BYTES
         self._per_token: dict[Keep, float] = {}
         self._plan: list[Keep] = []
+        self._in_parts = False
         self._runs = {keep: _compiled() for keep in _BUDGETS}
         self._without_gradients = _compiled()
         for index, layer in enumerate(layers):
@@ -92,30 +101,33 @@ class Layers:
     def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
         level = max(keep, Keep.ATTENTION)
         run = partial(self._runs[level], layer) if self._compiled else layer._call_impl
-        kept = partitioner.patch(activation_memory_budget=_BUDGETS[level])
-        if keep is Keep.NOTHING:
-            with kept:
+        if self._in_parts:
+            run = partial(_run_in_parts, layer)
+        with partitioner.patch(activation_memory_budget=_BUDGETS[level]):
+            if keep > Keep.NOTHING:
+                return run(*args, **kwargs)
+            with save_on_cpu(pin_memory=True) if keep is Keep.OFFLOADED else nullcontext():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        if keep is Keep.OFFLOADED:
-            with kept, save_on_cpu(pin_memory=True):
-                return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with kept:
-            return run(*args, **kwargs)
 
     def _choose(self, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Keep]:
         """What each layer is to keep. A level that is not needed is not measured, and so not compiled."""
         num_tokens = hidden_1TD.shape[1]
         sizes: dict[Keep, float] = {}
         chosen: list[Keep] = []
+        short = 0.0
+        self._in_parts = False
         for keep in self._levels:
             if keep not in self._per_token:
                 self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
             sizes[keep] = self._per_token[keep] * num_tokens
             later = self.reserved_tokens * self._per_token[Keep.EVERYTHING] * (self._num + _BACKWARD)
-            room = free_bytes(hidden_1TD.device) - self._spare_bytes - _BACKWARD * sizes[Keep.EVERYTHING] - later
+            needed = self._gradient_bytes + self._spare_bytes + _BACKWARD * sizes[Keep.EVERYTHING] + later
+            room = free_bytes(hidden_1TD.device) - needed - self._head_bytes
             chosen = plan(sizes, self._num, room)
-            if sum(sizes[kept] for kept in chosen) <= room:
-                break
+            short = sum(sizes[kept] for kept in chosen) - room
+            if short <= 0:
+                return chosen
+        self._in_parts = short > self._head_bytes + _SPARE_BYTES and _has_parts(layer)
         return chosen
 
     def _measure(
@@ -142,6 +154,26 @@ class Layers:
         if keep is Keep.OFFLOADED:  # what a layer makes is the next one's input, which goes
             used -= _shortened(hidden_1TD, num, short).nbytes
         return used / short
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether a token's way through the feed-forward part is its own, and a plain one."""
+    return isinstance(getattr(getattr(layer, "mlp", None), "down_proj", None), nn.Module)
+
+
+def _run_in_parts(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The feed-forward part has the widest tensors: they exist for some tokens at a time, forward and backward."""
+    part = layer.mlp
+
+    def in_parts(hidden_1TD: Tensor) -> Tensor:
+        made = [checkpoint(part._call_impl, some, use_reentrant=False) for some in hidden_1TD.split(_PART_TOKENS, 1)]
+        return torch.cat(made, dim=1)
+
+    part._compiled_call_impl = in_parts  # what is called in its place
+    try:
+        return layer._call_impl(*args, **kwargs)
+    finally:
+        part._compiled_call_impl = None
 
 
 def _shortened(value: Any, num: int, short: int) -> Any:

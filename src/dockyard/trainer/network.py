@@ -97,12 +97,12 @@ class Network:
             self._check_rows(torch.cat(alone))
         self._on_gpu = self.model.device.type == "cuda"
         self._compiled = trainer.compile and worth_compiling(self.model)
-        chunk_bytes = _CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24)
         self._layers = Layers(
             self._decoder.layers,
             compiled=self._compiled,
             levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
-            spare_bytes=chunk_bytes + (gradient_bytes(self.model) if full else 0),
+            head_bytes=_CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24),
+            gradient_bytes=gradient_bytes(self.model) if full else 0,
         )
 
     @property
