@@ -431,7 +431,7 @@ def main() -> None:
     add("--model", help="a model folder or `smollm2-135m`, instead of random weights")
     add("--size", choices=list(SIZES), default="7b", help="of random weights")
     add("--modes", default="sync,async")
-    add("--steps", type=int, default=2, help="measured in each mode; an even number: with staleness they alternate")
+    add("--steps", type=int, default=2, help="measured in each mode, an even number")
     add("--warmup", type=int, default=1, help="steps before those")
     add("--tasks", type=int, default=16)
     add("--group", type=int, default=8)
@@ -449,6 +449,8 @@ def main() -> None:
     add("--vllm-args", default="", help="more of vLLM's options: `--vllm-args=--enforce-eager`")
     add("--out", type=Path, help="a JSON file, written after each step")
     args = parser.parse_args()
+    if args.steps < 1 or args.steps % len(MODES):
+        parser.error(f"--steps {args.steps}: an even number, since with staleness short and long steps alternate")
     with tempfile.TemporaryDirectory(prefix="dockyard-bench-") as folder:
         asyncio.run(measure(args, Path(folder)))
 

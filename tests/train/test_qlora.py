@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from dockyard.cli import main
 from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, TasksConfig, TrainerConfig
 from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.four_bit import quantised_share
+from dockyard.engine.four_bit import num_weights, quantised_share
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
 from dockyard.errors import DockyardError
@@ -76,6 +76,13 @@ def test_linear_layers_have_4_bits_and_the_head_all():
     assert (state.quant_type, state.nested, layer.weight.dtype) == ("nf4", True, torch.uint8)
     assert layer.weight.numel() * 2 == layer.in_features * layer.out_features
     assert 0.3 < quantised_share(model) < 0.7  # half of so small a model is embeddings
+
+
+def test_weights_of_4_bits_count_as_any_other():
+    model = four_bit(tiny_model_dir())
+    plain = LlamaForCausalLM.from_pretrained(tiny_model_dir())
+    assert num_weights(model) == num_weights(plain) == plain.num_parameters()
+    assert sum(parameter.numel() for parameter in model.parameters()) < plain.num_parameters()
 
 
 def test_gradients_of_adapters_are_those_over_the_same_weights_in_full():

@@ -47,9 +47,17 @@ def quant_states(model: Any) -> list[Any]:
 
 def quantised_share(model: Any) -> float:
     """Of its weights. The experts of a mixture are no linear layers, and keep all bits."""
-    quantised = sum(layer.in_features * layer.out_features for layer in _layers(model))
-    own = {id(layer.weight) for layer in _layers(model)}
-    return quantised / (quantised + sum(p.numel() for p in model.parameters() if id(p) not in own))
+    return _num_quantised(model) / num_weights(model)
+
+
+def num_weights(model: Any) -> int:
+    """Of all bits and of 4, two of which lie in each byte."""
+    packed = {id(layer.weight) for layer in _layers(model)}
+    return _num_quantised(model) + sum(p.numel() for p in model.parameters() if id(p) not in packed)
+
+
+def _num_quantised(model: Any) -> int:
+    return sum(layer.in_features * layer.out_features for layer in _layers(model))
 
 
 def _layers(model: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dockyard.config import ModelConfig
-from dockyard.engine.four_bit import four_bit_config, keep_layout, quant_states
+from dockyard.engine.four_bit import four_bit_config, keep_layout, num_weights, quant_states
 from dockyard.engine.model_dir import hub_name
 from dockyard.errors import DockyardError, EngineError
 
@@ -59,7 +59,7 @@ def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False, fo
 
 def worth_compiling(model: Any) -> bool:
     """Whether it is on a GPU, and so large that a minute of compiling is soon won back."""
-    return model.device.type == "cuda" and sum(weight.numel() for weight in model.parameters()) >= _WORTH_COMPILING
+    return model.device.type == "cuda" and num_weights(model) >= _WORTH_COMPILING
 
 
 def other_attention(text_config: Any) -> list[str]:
