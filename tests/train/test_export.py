@@ -229,6 +229,7 @@ def test_a_thinking_models_export_keeps_thoughts_in_its_template(tmp_path: Path)
         (["run", "--base", "./gone"], 1, "`gone` is not a model folder"),
         (["empty"], 1, "`empty` has no checkpoint yet"),
         (["run", "--output", "file"], 2, "is a file"),
+        (["run", "--output", "file/below/it"], 2, "`file/below/it` cannot be made in"),
         (["run", "--output", "mine", "--overwrite"], 2, "holds something else"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 from gateway_fakes import write_model
 
 from dockyard import __version__
-from dockyard.cli import main
+from dockyard.cli import _VERBS, main
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir import RunDir
@@ -189,6 +189,19 @@ def test_signal_handlers_are_put_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     main(["train", *DEMO], run_training=FakeTraining())
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in _VERBS), ["tasks", "check"], ["backend", "slime"]], ids=str)
+def test_every_verb_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(" ".join(["usage: dockyard", *words]))
+
+
+def test_a_path_that_cannot_be_used_is_no_bug(capsys: pytest.CaptureFixture[str]):
+    Path("file").touch()
+    assert main(["tasks", "demo", "file/tasks"]) == 1
+    assert capsys.readouterr().err.startswith("error: `file/tasks/train/train-000-write`: Not a directory\nhint: ch")
 
 
 def test_help_and_version_exit_0(capsys: pytest.CaptureFixture[str]):

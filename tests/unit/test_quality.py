@@ -227,6 +227,8 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
         (["in", "--keep", "in"], "`in` is already there", "a new or an empty folder"),
         (["in", "--keep", "in/out"], "`in/out` is inside `{}/in`", "choose another"),
         (["in", "--report", "in"], "`in` is a folder", "--report FILE.json"),
+        (["in", "--report", "in/a/task.toml/x"], "`in/a/task.toml/x` cannot be made in `{}/in/a/", "--report"),
+        (["in", "--keep", "in/a/task.toml/x"], "`in/a/task.toml/x` cannot be made in `{}/in/a/", "--keep"),
         (["in", "--agent", "shell"], "`--agent.name` has no effect on this check", "--difficulty K"),
         (["in", "--model=m"], "`--model.name` has no effect on this check", "--difficulty K"),
         (["in", "--trainer.lr=1"], "`--trainer.lr` has no effect on this check", "remove it"),

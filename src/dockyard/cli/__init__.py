@@ -19,6 +19,7 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.settings.dotenv import read_dotenv
 
 EXIT_FAILED = 1
+_PATH_ERRORS = (NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 
 # Read by Harbor and what it imports: no telemetry, no price list fetched on import, no warning at each fork.
 _ENVIRONMENT = {
@@ -58,10 +59,18 @@ def main(argv: Sequence[str] | None = None, *, run_training: RunTraining | None 
     except DockyardError as error:
         show(error, debug=debug)
         return error.exit_code
-    except Exception as error:  # a mistake of ours: the user gets one line of it unless they ask for more
-        hint = "this is a bug; `--debug` shows the traceback, which a run also keeps in its `crash.txt`"
-        show(DockyardError(f"unexpected {type(error).__name__}: {error}", hint=hint), debug=debug)
+    except Exception as error:
+        show(_explained(error), debug=debug)
         return EXIT_FAILED
+
+
+def _explained(error: Exception) -> DockyardError:
+    """A path may be the user's to change; the rest are mistakes of ours, one line of which is shown."""
+    if isinstance(error, _PATH_ERRORS) and error.filename:
+        hint = "choose another path, or make it accessible; `--debug` shows the traceback"
+        return DockyardError(f"`{os.fsdecode(error.filename)}`: {error.strerror}", hint=hint)
+    hint = "this is a bug; `--debug` shows the traceback, which a run also keeps in its `crash.txt`"
+    return DockyardError(f"unexpected {type(error).__name__}: {error}", hint=hint)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

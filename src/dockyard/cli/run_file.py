@@ -50,7 +50,7 @@ def add_run_verb(add_parser: AddParser, verb: str, about: str, flags: Sequence[F
     width = min(shutil.get_terminal_size().columns, 120)
     parser = add_parser(
         verb.rpartition(" ")[2],
-        help=about[:1].lower() + about[1:].partition(". ")[0].rstrip("."),
+        help=(about[:1].lower() + about[1:].partition(". ")[0].rstrip(".")).replace("%", "%%"),
         description=f"{about} Relative paths are relative to the current directory.",
         usage=f"dockyard {verb} [RUN.toml] [--section.key VALUE ...] [options]",
         epilog=f"settings, in RUN.toml under [section] or as --section.key VALUE:\n\n{settings_help(RunConfig, width)}",

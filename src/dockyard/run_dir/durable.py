@@ -48,12 +48,23 @@ def _is_full(path: Path) -> bool:
 
 def make_folder(path: Path, *, hint: str) -> None:
     """Make a folder that a person named, and those above it. Where there can be none, `hint` says what to do."""
+    refuse_below_file(path, hint=hint)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        above = next(parent for parent in path.absolute().parents if parent.exists())
-        reason = "no folder can be made there" if above.is_dir() else "it is a file"
-        raise UsageError(f"`{path}` cannot be made in `{above}`: {reason}", hint=hint) from error
+    except FileNotFoundError as error:
+        message = f"`{path}` cannot be made in `{_above(path)}`: no folder can be made there"
+        raise UsageError(message, hint=hint) from error
+
+
+def refuse_below_file(path: Path, *, hint: str) -> None:
+    """An error, before any work is done for it, where nothing can be made because a file is on the way."""
+    if not _above(path).is_dir():
+        raise UsageError(f"`{path}` cannot be made in `{_above(path)}`: it is a file", hint=hint)
+
+
+def _above(path: Path) -> Path:
+    """The nearest that is there."""
+    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def append_line(path: Path, line: bytes) -> None:

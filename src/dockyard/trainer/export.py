@@ -25,7 +25,7 @@ from dockyard.gateway.render import Renderer
 from dockyard.gateway.render.retention import keeping_thoughts
 from dockyard.gateway.render.template import TokenizerConfig, read_config, template_source
 from dockyard.run_dir import HeldoutScore, checkpoints_of, settings_file
-from dockyard.run_dir.durable import whole_folder
+from dockyard.run_dir.durable import refuse_below_file, whole_folder
 from dockyard.settings import load_run_config
 from dockyard.trainer.checkpoint import number_format
 from dockyard.trainer.model_card import model_card
@@ -148,6 +148,7 @@ def find_best(run: Path) -> Source:
 
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse to remove what is not ours, and what is ours unless asked to."""
+    refuse_below_file(output, hint="choose another `--output`")
     if output.is_file():
         raise UsageError(f"`{output}` is a file, not a folder", hint="choose another `--output`")
     if not output.exists() or not any(output.iterdir()):

@@ -11,6 +11,7 @@ from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
 from dockyard.run_dir import Purpose, RunDir, resumed_config
+from dockyard.run_dir.durable import refuse_below_file
 from dockyard.run_dir.purpose import CheckPurpose
 
 if TYPE_CHECKING:
@@ -124,6 +125,9 @@ def _folder(given: argparse.Namespace) -> Path:
 
 def _begin(given: argparse.Namespace, digest: str) -> CheckPurpose:
     """Refused where its results could not be written."""
+    for place, name in ((given.report, "--report"), (given.keep, "--keep")):
+        if place:
+            refuse_below_file(place, hint=f"choose another `{name}`")
     if given.report and given.report.is_dir():
         raise UsageError(f"`{given.report}` is a folder", hint="`--report FILE.json`")
     if given.keep:
