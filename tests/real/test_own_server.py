@@ -84,7 +84,7 @@ async def test_a_server_that_does_not_start_says_why_and_what_to_change(tmp_path
     with pytest.raises(DockyardError, match="less than desired GPU memory utilization") as caught:
         async with serving(engine(tmp_path, "broken"), GPU, tmp_path, WANTED, tmp_path / "log"):
             pass
-    assert "`--engine.memory_share`" in caught.value.hint
+    assert caught.value.hint.startswith(f"its log is `{tmp_path / 'log'}`; `--engine.memory_share` is its part")
 
 
 async def test_a_program_that_is_not_installed_is_named(tmp_path: Path):

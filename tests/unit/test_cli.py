@@ -169,6 +169,18 @@ def test_a_failed_run_exits_1_without_a_traceback(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "error: the engine died\nhint: look at [its] log\n"
 
 
+def test_after_an_engine_that_did_not_start_its_log_is_there_and_the_same_command_begins_anew():
+    def training(config: RunConfig, *, run_dir: RunDir) -> None:
+        assert not run_dir.engine_log.exists() or run_dir.engine_log.read_text() == "CUDA error"
+        run_dir.engine_log.write_text("CUDA error")
+        raise DockyardError("vLLM did not start", hint="look at its log")
+
+    for _ in range(2):
+        assert main(["train", *DEMO, "--run_dir=mine"], run_training=training) == 1
+        assert {path.name for path in Path("mine").iterdir()} == {"engine.log", "run.lock"}
+    assert main(["train", *DEMO, "--run_dir=mine"], run_training=FakeTraining()) == 0
+
+
 def test_a_bug_exits_1_and_shows_its_traceback_only_with_debug(capsys: pytest.CaptureFixture[str]):
     assert main(["train", *DEMO, "--run_dir=a"], run_training=FakeTraining(KeyError("x"))) == 1
     quiet = capsys.readouterr().err

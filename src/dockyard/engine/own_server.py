@@ -85,7 +85,8 @@ async def _start(words: Sequence[str], args: Sequence[str], url: str, log: Path)
         command.remove(_SCALE_OUT)
         process = await _ready(command, url, log)
     if process is None:
-        raise EngineError(f"vLLM did not start:\n{summary(_text(log))}", hint=_hint(_text(log), command))
+        hint = f"its log is `{log}`; {_hint(_text(log), command)}"
+        raise EngineError(f"vLLM did not start:\n{summary(_text(log))}", hint=hint)
     return process
 
 
@@ -164,7 +165,7 @@ def _hint(text: str, command: Sequence[str]) -> str:
     memory = ("memory utilization", "out of memory", "No available memory", "KV cache")
     if any(sign in text for sign in memory):
         return "`--engine.memory_share` is its part of the GPU: raise it, or lower it when another program holds memory"
-    return f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {shlex.join(command)}` shows all it says"
+    return f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {shlex.join(command)}` starts it alone"
 
 
 def _text(log: Path) -> str:

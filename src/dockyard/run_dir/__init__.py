@@ -145,9 +145,12 @@ class RunDir:
         return cls(path, load_run_config(path / _CONFIG, []), lock=-1)
 
     def discard(self) -> None:
-        """Remove the run if nothing has come of it yet, so that the same command can be given again."""
+        """Remove the run if nothing has come of it yet, so that the same command can be given again.
+
+        What the engine said stays: it may be why.
+        """
         if not any(path for name in (_ROLLOUTS, _TRIALS, _CHECKPOINTS) for path in (self.path / name).iterdir()):
-            _delete_run(self.path)
+            _delete_run(self.path, but=_ENGINE_LOG)
 
     def close(self) -> None:
         """Let other processes use the folder. The lock is gone after the first call."""
@@ -353,9 +356,11 @@ def _take_fresh(path: Path, *, overwrite: bool) -> int:
     return lock
 
 
-def _delete_run(path: Path) -> None:
+def _delete_run(path: Path, *, but: str | None = None) -> None:
     for name in _OURS:
         inside = path / name
+        if name == but:
+            continue
         if inside.is_dir() and not inside.is_symlink():
             shutil.rmtree(inside)
         else:
