@@ -79,13 +79,17 @@ def test_with_less_still_feed_forward_parts_see_some_tokens_at_a_time(monkeypatc
     assert set(widths) == {len(ROW.token_ids)}
 
 
-def test_layers_are_not_cut_into_parts_for_the_margin_alone(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("later_tokens", [0, 10**9])
+@pytest.mark.parametrize(("free", "in_parts"), [(1e9, False), (1e7, False), (1e5, True)])
+def test_neither_a_margin_nor_later_passes_cut_layers_into_parts(
+    monkeypatch: pytest.MonkeyPatch, free: float, in_parts: bool, later_tokens: int
+):
     network = trained()
-    head_bytes = network._layers._head_bytes
-    for free, in_parts in ((head_bytes + 1e9, False), (1e9, False), (-1e9, True)):
-        monkeypatch.setattr(layers, "free_bytes", lambda _, free=free: free + 1e8)
-        network.scores(ROW, 1.0)
-        assert network._layers._in_parts is in_parts
+    network._layers.reserved_tokens = later_tokens
+    monkeypatch.setattr(layers, "free_bytes", lambda _: free)
+    network.scores(ROW, 1.0)
+    assert network._layers._plan[0] is layers.Keep.NOTHING
+    assert network._layers._in_parts is in_parts
 
 
 def test_a_layer_that_runs_twice_keeps_only_what_it_was_called_with(monkeypatch: pytest.MonkeyPatch):

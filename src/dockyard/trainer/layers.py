@@ -72,7 +72,8 @@ class Layers:
         self._levels = levels
         self._head_bytes = head_bytes
         self._gradient_bytes = gradient_bytes
-        self._spare_bytes = _SPARE_BYTES
+        self._lost_bytes = 0
+        """Of what is free, but was not to be had."""
         self._per_token: dict[Keep, float] = {}
         self._plan: list[Keep] = []
         self._in_parts = False
@@ -83,7 +84,7 @@ class Layers:
 
     def be_careful(self) -> None:
         """Keep less from now on: it was too much."""
-        self._spare_bytes += torch.cuda.mem_get_info()[1] // 8
+        self._lost_bytes += torch.cuda.mem_get_info()[1] // 8
         self._per_token.clear()  # to be measured again
 
     def _call(self, index: int, layer: Any, hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,20 +115,21 @@ class Layers:
         num_tokens = hidden_1TD.shape[1]
         sizes: dict[Keep, float] = {}
         chosen: list[Keep] = []
-        short = 0.0
-        self._in_parts = False
+        in_parts = self._in_parts = False
         for keep in self._levels:
             if keep not in self._per_token:
                 self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
             sizes[keep] = self._per_token[keep] * num_tokens
             later = self.reserved_tokens * self._per_token[Keep.EVERYTHING] * (self._num + _BACKWARD)
-            needed = self._gradient_bytes + self._spare_bytes + _BACKWARD * sizes[Keep.EVERYTHING] + later
-            room = free_bytes(hidden_1TD.device) - needed - self._head_bytes
+            needed = self._gradient_bytes + self._lost_bytes + _BACKWARD * sizes[Keep.EVERYTHING]
+            left = free_bytes(hidden_1TD.device) - needed
+            room = left - self._head_bytes - _SPARE_BYTES - later
             chosen = plan(sizes, self._num, room)
-            short = sum(sizes[kept] for kept in chosen) - room
-            if short <= 0:
-                return chosen
-        self._in_parts = short > self._head_bytes + _SPARE_BYTES and _has_parts(layer)
+            total = sum(sizes[kept] for kept in chosen)
+            in_parts = total > left  # a margin, and later passes, are no reason to be slow
+            if total <= room:
+                break
+        self._in_parts = in_parts and _has_parts(layer)
         return chosen
 
     def _measure(
