@@ -449,7 +449,7 @@ def main() -> None:
     add("--vllm-args", default="", help="more of vLLM's options: `--vllm-args=--enforce-eager`")
     add("--out", type=Path, help="a JSON file, written after each step")
     args = parser.parse_args()
-    if args.steps < 1 or args.steps % len(MODES):
+    if args.steps < 1 or args.steps % (max(MODES.values()) + 1):
         parser.error(f"--steps {args.steps}: an even number, since with staleness short and long steps alternate")
     with tempfile.TemporaryDirectory(prefix="dockyard-bench-") as folder:
         asyncio.run(measure(args, Path(folder)))

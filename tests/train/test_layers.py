@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from packed_rows import random_row
 from tiny_policy import tiny_model_dir
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 from dockyard.config import TrainerConfig
@@ -60,6 +62,8 @@ def test_with_little_memory_layers_run_twice_and_gradients_are_the_same(monkeypa
 def test_with_less_still_feed_forward_parts_see_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch, method: str):
     monkeypatch.setattr(layers, "_PART_TOKENS", 5)
     network = trained(method, torch.float64)
+    checkpointed: list[Any] = []
+    monkeypatch.setattr(layers, "checkpoint", lambda run, *x, **y: checkpointed.append(run) or checkpoint(run, *x, **y))
     widths: list[int] = []
     for layer in network._decoder.layers:
         layer.mlp.down_proj.register_forward_hook(lambda _, __, out: widths.append(out.shape[1]))
@@ -74,22 +78,36 @@ def test_with_less_still_feed_forward_parts_see_some_tokens_at_a_time(monkeypatc
     assert set(widths) == {len(ROW.token_ids)}
     found = grads(-math.inf)
     assert max(widths) == 5
+    made_again = {layer.mlp._call_impl for layer in network._decoder.layers}
+    assert sum(run in made_again for run in checkpointed) >= math.ceil(len(ROW.token_ids) / 5) * len(made_again)
     torch.testing.assert_close(found, expected)
     grads(math.inf)
     assert set(widths) == {len(ROW.token_ids)}
 
 
-@pytest.mark.parametrize("later_tokens", [0, 10**9])
-@pytest.mark.parametrize(("free", "in_parts"), [(1e9, False), (1e7, False), (1e5, True)])
-def test_neither_a_margin_nor_later_passes_cut_layers_into_parts(
-    monkeypatch: pytest.MonkeyPatch, free: float, in_parts: bool, later_tokens: int
-):
+def test_margins_and_later_passes_make_layers_keep_less_but_do_not_cut_them_into_parts(monkeypatch: pytest.MonkeyPatch):
     network = trained()
-    network._layers.reserved_tokens = later_tokens
-    monkeypatch.setattr(layers, "free_bytes", lambda _: free)
-    network.scores(ROW, 1.0)
-    assert network._layers._plan[0] is layers.Keep.NOTHING
-    assert network._layers._in_parts is in_parts
+    runs = network._layers
+
+    def chosen(free: float) -> tuple[set[layers.Keep], bool]:
+        monkeypatch.setattr(layers, "free_bytes", lambda _: free)
+        network.scores(ROW, 1.0)
+        return set(runs._plan), runs._in_parts
+
+    assert chosen(0.0) == ({layers.Keep.NOTHING}, True)  # measures
+    runs._gradient_bytes, runs._lost_bytes = 10**9, 2 * 10**9
+    everything, nothing = (
+        runs._per_token[keep] * len(ROW.token_ids) for keep in (layers.Keep.EVERYTHING, layers.Keep.NOTHING)
+    )
+    always = 3 * 10**9 + layers._BACKWARD * everything
+    margin = runs._head_bytes + layers._SPARE_BYTES
+    num = len(network._decoder.layers)
+    assert chosen(always + margin + num * everything + 1) == ({layers.Keep.EVERYTHING}, False)
+    assert layers.Keep.NOTHING in chosen(always + margin + num * everything - 1)[0]
+    runs.reserved_tokens = 10**9
+    assert chosen(always + margin + num * everything + 1) == ({layers.Keep.NOTHING}, False)
+    assert chosen(always + num * nothing + 1) == ({layers.Keep.NOTHING}, False)
+    assert chosen(always + num * nothing - 1) == ({layers.Keep.NOTHING}, True)
 
 
 def test_a_layer_that_runs_twice_keeps_only_what_it_was_called_with(monkeypatch: pytest.MonkeyPatch):

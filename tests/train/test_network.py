@@ -1,5 +1,7 @@
 """What the model says of a row's tokens: in chunks as in one piece; and how much of a pass is kept."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from transformers import (
 from dockyard.config import TrainerConfig
 from dockyard.errors import DockyardError
 from dockyard.rl.trees import Tree
-from dockyard.trainer import network
+from dockyard.trainer import layers, network
 from dockyard.trainer.layers import Keep, plan
 from dockyard.trainer.network import Network
 
@@ -91,19 +93,58 @@ def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(monkeypatch: py
     assert sum(sizes) == 2 * 30  # forward, and once more backward
 
 
-def moe() -> Qwen3MoeForCausalLM:
+def moe(dense_layers: Sequence[int] = ()) -> Qwen3MoeForCausalLM:
     shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_key_value_heads=2, **shape, **experts))
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        mlp_only_layers=list(dense_layers),
+        **shape,
+        **experts,
+    )
+    return Qwen3MoeForCausalLM(config)
 
 
-def test_a_mixture_of_experts_is_trained_in_its_attention_alone():
+@pytest.mark.parametrize("dense_layers", [(), (0,)])
+def test_a_mixture_of_experts_is_trained_in_its_attention_alone(dense_layers: Sequence[int]):
     torch.manual_seed(0)
-    net = Network(moe(), TRAINER)
+    base = moe(dense_layers)
+    weights = base.state_dict()
+    net = Network(base, TRAINER)
+    assert {name.replace(".base_layer", "") for name in base.state_dict() if "lora_" not in name} == set(weights)
     trained = {name.rsplit(".", 3)[0].rpartition(".")[2] for name, p in net.model.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
     grads = torch.autograd.grad(net.scores(random_row(), 1.0).logprobs_N.sum(), net.trained)
     assert any(grad.abs().sum() > 0 for grad in grads)
+
+
+def test_in_a_mixture_with_dense_layers_only_those_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    net = Network(moe([0]), TRAINER)
+    with torch.no_grad():
+        for parameter in net.trained:
+            parameter.normal_(std=0.2)
+    widths: list[set[int]] = []
+    for layer in net._decoder.layers:
+        seen: set[int] = set()
+        layer.mlp.register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.shape[1]))
+        widths.append(seen)
+
+    def grads(free: float) -> Tensor:
+        for seen in widths:
+            seen.clear()
+        monkeypatch.setattr(layers, "free_bytes", lambda _: free)
+        found = torch.autograd.grad(net.scores(random_row(), 1.0).logprobs_N.sum(), net.trained)
+        return torch.cat([grad.flatten() for grad in found])
+
+    monkeypatch.setattr(layers, "_PART_TOKENS", 5)
+    grads(0.0)  # measures
+    expected = grads(math.inf)
+    assert (grads(-math.inf) - expected).norm() < 1e-5 * expected.norm()
+    assert max(widths[0]) == 5
+    assert widths[1] == {len(random_row().token_ids)}
 
 
 def test_a_model_that_does_more_to_its_logits_is_refused():

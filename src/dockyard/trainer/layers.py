@@ -102,7 +102,7 @@ class Layers:
     def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
         level = max(keep, Keep.ATTENTION)
         run = partial(self._runs[level], layer) if self._compiled else layer._call_impl
-        if self._in_parts:
+        if self._in_parts and _has_parts(layer):
             run = partial(_run_in_parts, layer)
         with partitioner.patch(activation_memory_budget=_BUDGETS[level]):
             if keep > Keep.NOTHING:
@@ -115,7 +115,8 @@ class Layers:
         num_tokens = hidden_1TD.shape[1]
         sizes: dict[Keep, float] = {}
         chosen: list[Keep] = []
-        in_parts = self._in_parts = False
+        self._in_parts = False  # while it is measured
+        in_parts = False
         for keep in self._levels:
             if keep not in self._per_token:
                 self._per_token[keep] = self._measure(keep, layer, hidden_1TD, args, kwargs)
@@ -129,7 +130,7 @@ class Layers:
             in_parts = total > left  # a margin, and later passes, are no reason to be slow
             if total <= room:
                 break
-        self._in_parts = in_parts and _has_parts(layer)
+        self._in_parts = in_parts
         return chosen
 
     def _measure(

@@ -5,7 +5,8 @@ Logits of the whole vocabulary exist for a few tokens at a time only, forward an
 
 import copy
 import gc
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -64,10 +65,19 @@ def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
     """The base model, frozen, with LoRA adapters on its linear layers. The experts of a mixture are not among them."""
     head = base.get_output_embeddings()
     linears = {name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        model = _adapted(base, trainer, {name.rpartition(".")[2] for name in linears})
+    config = model.peft_config["default"]
+    # Where experts have matrices of the same names as linear layers, PEFT takes those names for the experts'.
+    return _adapted(model.unload(), trainer, config.target_modules) if config.target_parameters else model
+
+
+def _adapted(base: Any, trainer: TrainerConfig, targets: Iterable[str]) -> Any:
     config = LoraConfig(
         r=trainer.lora_r,
         lora_alpha=trainer.lora_alpha,
-        target_modules=sorted({name.rpartition(".")[2] for name in linears}),
+        target_modules=sorted(targets),
         task_type="CAUSAL_LM",
     )
     config._register_custom_module({nn.Linear: Lora})
