@@ -29,29 +29,21 @@ from dockyard.rl.trees import plant
 from dockyard.trainer.policy import Policy
 
 VOCAB = 151_936
-SIZES: dict[str, tuple[int, int, int, int, int]] = {
-    "tiny": (64, 128, 2, 4, 2),
-    "1.5b": (1536, 8960, 28, 12, 2),
-    "3b": (2048, 11008, 36, 16, 2),
-    "7b": (3584, 18944, 28, 28, 4),
-}
-"""Qwen2.5's: width, that of its feed-forward layers, layers, heads, those of keys and values."""
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "tie_word_embeddings": False},
+}  # fmt: skip
+SMALL = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+"""What Qwen2.5's smaller sizes have in common."""
 UPDATES = 3
 
 
 def write_model(size: str, device: str, folder: Path) -> float:
     """Random weights; how many billions."""
-    width, inner, layers, heads, kv_heads = SIZES[size]
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=size != "7b",
-    )
+    config = Qwen2Config(vocab_size=VOCAB, max_position_embeddings=32_768, **(SMALL | SIZES[size]))
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)

@@ -85,8 +85,8 @@ async def _start(words: Sequence[str], args: Sequence[str], url: str, log: Path)
         command.remove(_SCALE_OUT)
         process = await _ready(command, url, log)
     if process is None:
-        hint = f"its log is `{log}`; {_hint(_text(log), command)}"
-        raise EngineError(f"vLLM did not start:\n{summary(_text(log))}", hint=hint)
+        said = _text(log)
+        raise EngineError(f"vLLM did not start:\n{summary(said)}", hint=f"its log is `{log}`; {_hint(said, command)}")
     return process
 
 
