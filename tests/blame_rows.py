@@ -25,6 +25,8 @@ from dockyard.rollout.shell import API_KEY_VARIABLE, ShellAgent
 from dockyard.types import Blame
 
 HALF = "echo 0.5 > /logs/verifier/reward.txt\n"
+ONCE = ("sandbox",)
+"""For rows in which nothing depends on the environment: they run where a trial is cheapest."""
 TOO_LONG = ContextOverflow(prompt_tokens=9, context_length=8)
 
 
@@ -186,7 +188,7 @@ INFRASTRUCTURE = (
     ),
     dropped("killed_before_the_first_call", "environment_died", agent=doomed("killed before")),
     dropped("setup_timeout", "agent_setup_timeout", agent=doomed("slow setup"), limits=limits(setup_timeout_s=1)),
-    dropped("setup_error", "setup_error", agent=doomed("broken setup")),
+    dropped("setup_error", "setup_error", agent=doomed("broken setup"), where=ONCE),
     dropped("agent_missing", "agent_missing", agent=AgentConfig(name="qwen-coder", install="never"), num_tries=1),
     dropped(
         "agent_that_does_nothing",
@@ -197,27 +199,29 @@ INFRASTRUCTURE = (
         where=("docker",),
     ),
     dropped("host_error", "host_error", trials_dir=broken_link),
-    dropped("engine_failed", "engine_failed", says=(SOLVE, RuntimeError("no memory"))),
+    dropped("engine_failed", "engine_failed", says=(SOLVE, RuntimeError("no memory")), where=ONCE),
     dropped(
         "engine_down",
         "engine_down",
         engine=lambda _: server(back_after_s=None),
         limits=limits(agent_timeout_s=3),
+        where=ONCE,
     ),
-    dropped("wrong_model", "wrong_model", agent=doomed("another model"), num_tries=1),
-    dropped("context_too_small", "context_too_small", says=(TOO_LONG,), num_tries=1),
+    dropped("wrong_model", "wrong_model", agent=doomed("another model"), num_tries=1, where=ONCE),
+    dropped("context_too_small", "context_too_small", says=(TOO_LONG,), num_tries=1, where=ONCE),
 )
 KEPT = (
-    Row(name="engine_down_and_back", engine=lambda _: server(back_after_s=2), test=HALF, reward=0.5),
-    Row(name="turn_limit", says=(SOLVE, "rm /app/answer.txt"), agent=AgentConfig(max_turns=1), reward=1.0),
+    Row(name="engine_down_and_back", engine=lambda _: server(back_after_s=2), test=HALF, reward=0.5, where=ONCE),
+    Row(name="turn_limit", says=(SOLVE, "rm /app/answer.txt"), agent=AgentConfig(max_turns=1), reward=1.0, where=ONCE),
     Row(
         name="call_limit",
         says=(SOLVE, "rm /app/answer.txt"),
         policy_use=GatewayConfig(max_calls=1),
         cause="model_limit",
         reward=1.0,
+        where=ONCE,
     ),
-    Row(name="context_overflow", says=(SOLVE, TOO_LONG), cause="context_overflow", reward=1.0),
+    Row(name="context_overflow", says=(SOLVE, TOO_LONG), cause="context_overflow", reward=1.0, where=ONCE),
     Row(
         name="agent_timeout",
         says=(f"{SOLVE}; sleep 60",),
@@ -232,7 +236,7 @@ KEPT = (
         cause="output_limit",
         reward=1.0,
     ),
-    Row(name="agent_error", agent=doomed("broken by a reply"), cause="agent_error"),
+    Row(name="agent_error", agent=doomed("broken by a reply"), cause="agent_error", where=ONCE),
     Row(name="killed_after_the_first_call", says=(SOLVE,), agent=doomed("killed after"), cause="environment_died"),
     Row(name="rollout_timeout", says=("sleep 60",), limits=limits(total_timeout_s=6), cause="rollout_timeout"),
     Row(
@@ -241,7 +245,7 @@ KEPT = (
         cause="seal_failed",
         where=("docker",),
     ),
-    Row(name="negative_reward", says=(SOLVE,), test="echo -0.5 > /logs/verifier/reward.txt", reward=-0.5),
+    Row(name="negative_reward", says=(SOLVE,), test="echo -0.5 > /logs/verifier/reward.txt", reward=-0.5, where=ONCE),
 )
 
 
@@ -254,11 +258,13 @@ SMALL = {"override_storage_mb": 16}
 VERIFIER = (
     ungraded("verifier_timeout", "verifier_timeout", test="sleep 60", limits=limits(verifier_timeout_s=2)),
     ungraded("verifier_crash", "reward_missing", test=f"kill -9 $$\n{HALF}"),
-    ungraded("reward_missing", "reward_missing", test="true"),
-    ungraded("reward_empty", "reward_empty", test=": > /logs/verifier/reward.txt"),
-    ungraded("reward_nan", "reward_unreadable", test="echo nan > /logs/verifier/reward.txt"),
-    ungraded("reward_word", "reward_unreadable", test="echo good > /logs/verifier/reward.txt"),
-    ungraded("reward_nan_in_json", "reward_unreadable", test="echo '{\"r\": NaN}' > /logs/verifier/reward.json"),
+    ungraded("reward_missing", "reward_missing", test="true", where=ONCE),
+    ungraded("reward_empty", "reward_empty", test=": > /logs/verifier/reward.txt", where=ONCE),
+    ungraded("reward_nan", "reward_unreadable", test="echo nan > /logs/verifier/reward.txt", where=ONCE),
+    ungraded("reward_word", "reward_unreadable", test="echo good > /logs/verifier/reward.txt", where=ONCE),
+    ungraded(
+        "reward_nan_in_json", "reward_unreadable", test="echo '{\"r\": NaN}' > /logs/verifier/reward.json", where=ONCE
+    ),
     ungraded(
         "tests_too_large",
         "verifier_upload",
@@ -299,8 +305,8 @@ def _provoked() -> Iterator[Row]:
         "deletes_the_logs": "rm -rf /logs; rmdir /logs",
         "deletes_the_working_folder": "rm -rf /app; cd /; rmdir /app; touch /app",
         "closes_the_reward_file": "cd /logs/verifier; echo 1 > reward.txt; chmod 000 reward.txt .",
-        "prints_a_lot": "yes policy | head -c 300000000",
-        "prints_an_endless_line": "cat /dev/zero | head -c 300000000",
+        "prints_a_lot": "yes policy | head -c 60000000",
+        "prints_an_endless_line": "cat /dev/zero | head -c 60000000",
         "prints_the_engines_words": "echo 'Error response from daemon: container is not running' >&2;"
         " echo 'Cannot connect to the Docker daemon' >&2; exit 137",
         "writes_a_large_log": "head -c 300000000 /dev/zero > /logs/agent/large",

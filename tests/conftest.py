@@ -1,6 +1,8 @@
 """Settings for every test, made before anything is imported: nothing calls home, and output stays plain."""
 
 import os
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("agents", "docker", "real", "train"):
             item.add_marker(item.path.parent.name)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Tests that share a fixture of their module stay in one process: it may run a hundred rollouts."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if _has_module_fixture(config.rootpath / path) else nodeid
+
+    return Scheduling(config, log)  # type: ignore[arg-type]
+
+
+@cache
+def _has_module_fixture(path: Path) -> bool:
+    return 'scope="module"' in path.read_text()

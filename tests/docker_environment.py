@@ -17,7 +17,7 @@ from dockyard.rollout.docker.owner import RUN_LABEL
 from dockyard.rollout.site import Site
 from dockyard.rollout.verifier import VERIFIER
 
-NAME = "dockyard-environment-test"
+NAME = f"dockyard-environment-test-{os.getpid()}"  # tests run in several processes
 SOLVE = "echo 42 >/answer.txt"
 GRADE = 'grep -qx 42 /answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt'
 COMPOSE = f"""

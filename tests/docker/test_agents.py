@@ -20,7 +20,6 @@ from dockyard.rollout.agents.listing import VALIDATED
 from dockyard.types import Blame, Rollout
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("default", "ignore:.*checksum.*:DeprecationWarning"),  # litellm has many
 ]
 

@@ -4,7 +4,7 @@ import pytest
 from attacks import ATTACKS, CONTROLS, UNGUARDED
 from rows import Batch, names, run_chosen
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from rows import Batch, left_behind, names, run_chosen, run_row
 from dockyard.config import EnvironmentConfig
 from dockyard.rollout.environments import open_site
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 KNOWN = {row.name: row for row in (*ROWS, *PROVOKED)}
 
 

@@ -13,7 +13,6 @@ from dockyard.collect.generator import HarborConfig, HarborRolloutGenerator
 from dockyard.tasks.c2bug import write_c2bug_tasks
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("default", "ignore:.*checksum.*:DeprecationWarning"),  # litellm has many
 ]
 
@@ -110,12 +109,23 @@ def rewards(agent: str, tasks: Path, folder: Path) -> dict[str, float | None]:
     return {rollout.task: rollout.reward for rollout in rollouts}
 
 
-def test_the_solution_of_every_bug_earns_everything(tasks: Path, tmp_path: Path):
-    assert rewards("oracle", tasks, tmp_path) == {edit.id: 1.0 for edit in EDITS}
+each_repository = pytest.mark.parametrize(
+    "bugs",
+    [
+        pytest.param(sorted({edit.repo: edit.id for edit in EDITS}.values()), id="one of each"),
+        pytest.param([edit.id for edit in EDITS], id="all", marks=pytest.mark.soak),
+    ],
+)
 
 
-def test_doing_nothing_about_any_bug_earns_nothing(tasks: Path, tmp_path: Path):
-    assert rewards("nop", tasks, tmp_path) == {edit.id: 0.0 for edit in EDITS}
+@each_repository
+def test_the_solution_of_a_bug_earns_everything_and_doing_nothing_earns_nothing(
+    bugs: list[str], tasks: Path, tmp_path: Path
+):
+    for bug in bugs:
+        shutil.copytree(tasks / bug, tmp_path / "tasks" / bug)
+    assert rewards("oracle", tmp_path / "tasks", tmp_path) == dict.fromkeys(bugs, 1.0)
+    assert rewards("nop", tmp_path / "tasks", tmp_path) == dict.fromkeys(bugs, 0.0)
 
 
 def test_tricks_with_tests_earn_nothing_and_the_agent_sees_no_past(tasks: Path, tmp_path: Path):

@@ -80,14 +80,15 @@ async def test_an_image_that_cannot_be_had_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.35, 0.5, 0.7])
 async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, seconds: float):
-    environment = make(tmp_path, run="cancelled")
+    run = uuid.uuid4().hex
+    environment = make(tmp_path, run=run)
     starting = asyncio.create_task(environment.start(force_build=False))
     await asyncio.sleep(seconds)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     await environment.stop(delete=True)
     assert docker_clients() == []
-    assert containers_of("cancelled") == []
+    assert containers_of(run) == []
 
 
 async def test_a_build_that_is_cancelled_leaves_no_client_and_the_next_start_works(tmp_path: Path, dockerfile: str):

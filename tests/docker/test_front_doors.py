@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 C2BUG = "TwelfthStar/c2bug_tasks_django_Jan-22-2026"
 LOCAL = "python examples/harbor/harbor_grpo_local.py"
 C2BUG_IMAGE = "dockyard/c2bug-agents:1"
-pytestmark = [pytest.mark.slow, pytest.mark.train]
+pytestmark = pytest.mark.train
 
 
 @pytest.fixture(scope="module")
@@ -89,32 +90,53 @@ def model() -> tuple[str, str]:
     return "--model", str(tiny_qwen_dir())
 
 
-def test_a_test_run_takes_five_instances(place: Path, swebench: Path):
-    for number in range(11100, 11106):
-        add_task(swebench, number)
-    assert run(place, f"{LOCAL} --test", *model()).returncode == 0
+def test_swebench_is_trained_on(place: Path):
+    done = run(place, f"{LOCAL} --agent qwen-coder --num-rollouts 50", *model())
+    assert done.returncode == 0
+    assert "50 tasks were asked for; `swebench-verified@1.0` has 1" in done.stderr
     found = summary(place)
-    assert (found["rollouts"], found["steps"], found["failures"]) == (5 * 4, 1, {})
-    lines = (newest(place) / "rollouts" / "step-00000.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["task"] for line in lines}) == 5
+    assert (found["rollouts"], found["steps"], found["failures"]) == (4, 1, {})
     assert found["sampled_tokens"] > 0
     assert (newest(place) / "adapters/v00001/adapter_model.safetensors").exists()
 
 
+def test_an_agent_that_samples_nothing_is_reported_and_not_trained_and_a_test_run_takes_five_instances(
+    place: Path, swebench: Path
+):
+    for number in range(11100, 11106):
+        add_task(swebench, number)
+    done = run(place, f"{LOCAL} --test --agent oracle", *model())
+    assert done.returncode == 0
+    assert "samples no tokens: its rewards are reported, the update is skipped" in done.stderr
+    found = summary(place)
+    assert (found["reward"], found["rollouts"], found["failures"]) == (1.0, 5 * 4, {})
+    [file] = (newest(place) / "rollouts").glob("*.jsonl")
+    assert len({json.loads(line)["task"] for line in file.read_text().splitlines()}) == 5
+
+
+QWEN = pytest.param((), id="qwen-coder", marks=pytest.mark.soak)  # the line as it is
+ORACLE = pytest.param(("--agent", "oracle"), id="oracle")  # the same tasks and counts in a fraction of the time
+
+
+@pytest.mark.parametrize("agent", [ORACLE, QWEN])
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "num_tasks"),
     [
-        "--num-rollouts 201 --n-samples 4",
-        "--agent qwen-coder --num-rollouts 50",
-        "--data-source swebench --dataset swebench-verified@1.0",
+        ("--num-rollouts 201 --n-samples 4", 1),
+        ("--data-source swebench --dataset swebench-verified@1.0", 1),
+        pytest.param("--test", 5, marks=pytest.mark.soak),
     ],
 )
-def test_swebench_is_trained_on(place: Path, arguments: str):
-    done = run(place, f"{LOCAL} {arguments}", *model())
+def test_swebench_is_found_by_its_name(
+    place: Path, swebench: Path, arguments: str, num_tasks: int, agent: tuple[str, ...]
+):
+    for number in range(11100, 11099 + num_tasks):
+        add_task(swebench, number)
+    done = run(place, f"{LOCAL} {arguments}", *model(), *agent)
     assert done.returncode == 0
-    assert "tasks were asked for; `swebench-verified@1.0` has 1" in done.stderr
+    assert num_tasks > 1 or "tasks were asked for; `swebench-verified@1.0` has 1" in done.stderr
     found = summary(place)
-    assert (found["rollouts"], found["steps"], found["failures"]) == (4, 1, {})
+    assert (found["rollouts"], found["failures"]) == (4 * num_tasks, {})
 
 
 def test_the_slime_trainer_trains(place: Path):
@@ -130,31 +152,25 @@ def test_the_slime_trainer_trains(place: Path):
     assert adapter["r"] == 16
 
 
-def test_an_agent_that_samples_nothing_is_reported_and_not_trained(place: Path):
-    done = run(place, f"{LOCAL} --agent oracle", *model())
-    assert done.returncode == 0
-    assert "samples no tokens: its rewards are reported, the update is skipped" in done.stderr
-    assert (summary(place)["reward"], summary(place)["rollouts"]) == (1.0, 4)
-
-
 def test_training_can_be_skipped(place: Path):
-    done = run(place, f"{LOCAL} --skip-training", *model())
+    done = run(place, f"{LOCAL} --skip-training --n-samples 2", *model())
     assert done.returncode == 0
-    assert summary(place)["rollouts"] == 4
+    assert summary(place)["rollouts"] == 2
     assert not list((newest(place) / "adapters").iterdir())
 
 
 class EveryOther:
-    """A policy that solves every other attempt by one command, and does nothing in the rest."""
+    """A policy that solves every other attempt at a task by one command, and does nothing in the rest."""
 
     def __init__(self, solution: Callable[[str], str]) -> None:
         self._solution = solution
-        self._turns = itertools.cycle([True, False])
+        self._turns = defaultdict[str, Iterator[bool]](lambda: itertools.cycle([True, False]))
 
     def __call__(self, messages: list[Json]) -> Json:
         if any(message["role"] == "tool" for message in messages):
             return says("Done.")
-        command = self._solution(json.dumps(messages, ensure_ascii=False)) if next(self._turns) else "true"
+        solution = self._solution(json.dumps(messages, ensure_ascii=False))
+        command = solution if next(self._turns[solution]) else "true"
         return says("I do it.", ("run_shell_command", {"command": command, "is_background": False}))
 
 
@@ -162,7 +178,7 @@ def test_an_endpoint_is_trained_from_its_text(place: Path):
     chat = ScriptedChat(EveryOther(lambda _: "touch /app/done"))
     line = f"{LOCAL} --openai-base-url http://172.17.0.1:8000/v1 --openai-api-key local"
     with chat.at("172.17.0.1", 8000):
-        done = run(place, line, *model())
+        done = run(place, line, *model(), "--n-samples", "2")
     assert done.returncode == 0
     assert chat.keys == {"Bearer local"}
     assert "off-policy by 0 updates: rollouts come from `http://172.17.0.1:8000/v1`" in done.stderr
@@ -215,21 +231,22 @@ def test_c2bug_is_trained_on_with_a_scripted_policy(place: Path, bugs: list[Json
     chat = ScriptedChat(EveryOther(mend))
     with chat.at() as url:
         endpoint = ("--openai-base-url", url, "--openai-api-key", "local")
-        done = run(place, f"{LOCAL} --data-source c2bug --test", *model(), *endpoint)
+        done = run(place, f"{LOCAL} --data-source c2bug --num-rollouts 2 --n-samples 2", *model(), *endpoint)
     assert done.returncode == 0
     lines = (newest(place) / "rollouts" / "step-00000.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
-    assert len(rollouts) == 20
-    assert len({rollout["task"] for rollout in rollouts}) == 5
+    assert len(rollouts) == 4
+    assert len({rollout["task"] for rollout in rollouts}) == 2
     assert {rollout["reward"] for rollout in rollouts} == {0.0, 1.0}
     [metrics] = [json.loads(text) for text in (newest(place) / "metrics.jsonl").read_text().splitlines()]
     assert 0.3 < metrics["reward/mean"] < 0.7
     assert metrics["train/grad_norm"] > 0
 
 
-def test_c2bug_is_found_by_its_name(place: Path, bugs: list[Json]):
+@pytest.mark.parametrize("agent", [ORACLE, QWEN])
+def test_c2bug_is_found_by_its_name(place: Path, bugs: list[Json], agent: tuple[str, ...]):
     cache_c2bug(place, bugs[:1])
-    assert run(place, f"{LOCAL} --data-source c2bug --c2bug-dataset {C2BUG}", *model()).returncode == 0
+    assert run(place, f"{LOCAL} --data-source c2bug --c2bug-dataset {C2BUG}", *model(), *agent).returncode == 0
     assert summary(place)["rollouts"] == 4
 
 

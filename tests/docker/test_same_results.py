@@ -19,14 +19,14 @@ from dockyard.tasks import load_tasks
 from dockyard.tasks.demo import KINDS, write_demo_tasks
 from dockyard.types import Rollout, Task
 
-pytestmark = [pytest.mark.slow, pytest.mark.train, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("default")]
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
 
 def demo_tasks(folder: Path) -> list[Task]:
-    """Two of each kind, on the image that is here."""
-    write_demo_tasks(folder, num_train=12, num_heldout=6, seed=1)
+    """One of each kind, on the image that is here."""
+    write_demo_tasks(folder, num_train=6, num_heldout=6, seed=1)
     for dockerfile in folder.glob("*/*/environment/Dockerfile"):
         text = dockerfile.read_text()
         # The language that a sandbox speaks: programs quote in it when they complain.

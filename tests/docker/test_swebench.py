@@ -19,7 +19,6 @@ from dockyard.tasks.swebench import write_swebench_tasks
 from dockyard.tasks.swebench.instance import public_image
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning"),  # Harbor's own
 ]
 NAMES = [issue.instance_id for issue in ISSUES]

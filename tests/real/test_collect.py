@@ -333,7 +333,6 @@ async def test_tokens_that_terminus_2_kept_are_those_that_the_gateway_recorded(t
     assert np.allclose(read.segments[0].logprobs, recorded.segments[0].logprobs)
 
 
-@pytest.mark.slow
 @pytest.mark.train
 def test_a_real_model_makes_rollouts_and_is_evaluated(tasks: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--model.name=smollm2-135m", "--tasks.train", str(tasks), "--tasks.heldout", str(tasks)]

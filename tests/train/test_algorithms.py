@@ -84,7 +84,7 @@ def make_groups() -> list[Group]:
 def plain_logprobs(policy: Policy, segment: Segment) -> torch.Tensor:
     """Of the sampled tokens, in a forward pass of this segment alone."""
     ids = torch.from_numpy(segment.token_ids).long()
-    logprobs = torch.log_softmax(policy.model(input_ids=ids[None]).logits[0], -1)
+    logprobs = torch.log_softmax(policy.model(input_ids=ids[None], use_cache=False).logits[0], -1)
     return torch.stack([logprobs[place - 1, ids[place]] for place in np.flatnonzero(segment.sampled).tolist()])
 
 

@@ -68,7 +68,7 @@ def plain_loss(model: Any, groups: list[Group]) -> Tensor:
     total = torch.zeros(())
     for example in examples_of(groups, GRPOConfig(), with_idle=False):
         ids_T = torch.from_numpy(example.token_ids).long()
-        logprobs_TV = torch.log_softmax(model(input_ids=ids_T[None]).logits[0], -1)
+        logprobs_TV = torch.log_softmax(model(input_ids=ids_T[None], use_cache=False).logits[0], -1)
         targets = torch.from_numpy(example.targets).long()
         logprobs_N = logprobs_TV[targets - 1, ids_T[targets]]
         ratio_N = torch.exp(logprobs_N - logprobs_N.detach())

@@ -15,7 +15,7 @@ from processes import descendants, wait_until_gone
 
 from dockyard.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/harbor/harbor_grpo_modal.py"

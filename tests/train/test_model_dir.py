@@ -89,7 +89,6 @@ def test_a_shared_model_holds_frozen_weights_once():
     assert not any(parameter.requires_grad for parameter in twin.parameters())
 
 
-@pytest.mark.slow
 def test_the_demo_model_speaks_its_template():
     folder = find_model(DEMO_MODEL)
     assert find_model(DEMO_MODEL) == folder

@@ -32,9 +32,10 @@ def parameters(policy: Policy) -> torch.Tensor:
 
 
 def plain_logprobs(policy: Policy, example: Example) -> torch.Tensor:
-    logits = policy.model(input_ids=torch.from_numpy(example.token_ids).long()[None]).logits[0]
+    ids_1T = torch.from_numpy(example.token_ids).long()[None]
+    logits = policy.model(input_ids=ids_1T, use_cache=False).logits[0]
     targets = torch.from_numpy(example.targets).long()
-    return torch.log_softmax(logits, -1)[targets - 1, torch.from_numpy(example.token_ids).long()[targets]]
+    return torch.log_softmax(logits, -1)[targets - 1, ids_1T[0, targets]]
 
 
 def shake(policy: Policy) -> Policy:

@@ -16,8 +16,6 @@ from processes import Process, descendants, wait_until_gone
 
 from dockyard.run_dir import RunDir, step_phase
 
-pytestmark = pytest.mark.slow
-
 STEPS, NUM_HELDOUT = 5, 3
 PATIENCE_S = 1200  # only against hanging
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
@@ -57,7 +55,8 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay
     return started
 
 
-def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_path: Path):
+@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_never_killed(num_kills: int, tmp_path: Path):
     arguments, log = settings(tmp_path), tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start([*arguments, f"--run_dir={whole}"], log).wait() == 0, log.read_text()
@@ -65,7 +64,7 @@ def test_a_run_killed_three_times_ends_with_the_bits_of_one_never_killed(tmp_pat
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
     total = STEPS * TASKS_PER_STEP * GROUP_SIZE + 4 * NUM_HELDOUT  # before, after steps 2 and 4, after
-    moments = sorted(rng.sample(range(1, total - 1), 3))
+    moments = sorted(rng.sample(range(1, total - 1), num_kills))
     for index, recorded in enumerate(moments):
         process = start([f"--resume={killed}"] if index else [*arguments, f"--run_dir={killed}"], log)
         orphans = kill_after(process, killed, recorded, delay_s=rng.uniform(0, 0.2))

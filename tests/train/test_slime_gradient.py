@@ -107,7 +107,7 @@ def slime_data(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def response_logprobs(model: Any, tokens: list[int], length: int) -> Tensor:
-    logits_TV = model(input_ids=torch.tensor([tokens])).logits[0].float() / TEMPERATURE
+    logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() / TEMPERATURE
     places = torch.arange(len(tokens) - length, len(tokens))
     return logits_TV.log_softmax(-1)[places - 1, torch.tensor(tokens)[places]]
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sqlite3
 import struct
 import sys
@@ -137,12 +138,9 @@ def test_wandb_without_a_key_is_an_error_before_the_first_rollout(
     assert "WANDB_API_KEY" in caught.value.hint
 
 
-def test_trackio_holds_every_step_of_one_run_and_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read on import: no other test imports it
+def test_trackio_holds_every_step_of_one_run_and_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     train_killed_and_resumed(tmp_path / "run", TrackerConfig(trackio="project"))
-    database = sqlite3.connect(tmp_path / "trackio/project.db")
+    database = sqlite3.connect(Path(os.environ["TRACKIO_DIR"], "project.db"))
     rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
     [settings] = {row[0] for row in database.execute("SELECT config FROM configs").fetchall()}
     database.close()

@@ -17,7 +17,6 @@ from dockyard.rl.pack import Example, Row, pack
 from dockyard.types import Group, Rollout
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default"),  # what TRL warns of is its own affair
 ]
@@ -93,7 +92,7 @@ def trl_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def logprobs(model: Any, example: Example) -> torch.Tensor:
     ids = torch.from_numpy(example.token_ids).long()
     targets = torch.from_numpy(example.targets).long()
-    return torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)[targets - 1, ids[targets]]
+    return torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0], -1)[targets - 1, ids[targets]]
 
 
 def make_batch(model: Any) -> Group:

@@ -13,7 +13,7 @@ from dockyard.convert.conversation import Conversation
 from dockyard.convert.text import segments_of
 from dockyard.gateway.history import ASSISTANT, Message
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.tokenizers
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "qwen3"])

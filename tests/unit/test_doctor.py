@@ -337,7 +337,7 @@ def test_a_sandbox_that_hangs_is_a_problem():
     assert found.message == "a sandbox takes too long to start"
 
 
-@pytest.mark.slow  # imports torch
+@pytest.mark.real
 def test_the_exit_code_says_whether_the_demo_can_run(capsys: pytest.CaptureFixture[str]):
     code = main(["--json"])
     assert json.loads(capsys.readouterr().out)["can_run"]["demo"] == (code == 0)

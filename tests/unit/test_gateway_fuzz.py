@@ -28,7 +28,7 @@ from dockyard.gateway.render import Renderer
 from dockyard.gateway.sessions import Session
 
 NUM_MORE = int(os.environ.get("DOCKYARD_FUZZ") or 400)
-"""Examples of each slow test."""
+"""Examples of each test of `make soak`."""
 
 HISTORY = (
     SYSTEM,
@@ -226,7 +226,7 @@ def test_no_body_makes_the_gateway_fail(caplog: pytest.LogCaptureFixture):
     attack_with(bodies, 150, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nor_does_any_of_many_more(caplog: pytest.LogCaptureFixture):
     attack_with(bodies, NUM_MORE, caplog)
 
@@ -279,7 +279,7 @@ def test_no_method_path_or_header_makes_the_gateway_fail(caplog: pytest.LogCaptu
     attack_with(odd_requests, 150, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nor_does_any_of_many_more_methods_paths_and_headers(caplog: pytest.LogCaptureFixture):
     attack_with(odd_requests, NUM_MORE, caplog)
 
@@ -326,7 +326,7 @@ def test_clients_that_hang_up_at_any_time_leave_nothing_behind(caplog: pytest.Lo
     hang_up_with(60, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nor_do_many_more_that_hang_up(caplog: pytest.LogCaptureFixture):
     hang_up_with(NUM_MORE, caplog)
 
@@ -389,7 +389,7 @@ def test_a_key_that_does_not_fit_its_label_is_answered_as_one_that_never_was(cap
     keys_with(40, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_and_so_it_is_with_any_body(caplog: pytest.LogCaptureFixture):
     keys_with(NUM_MORE, caplog)
 

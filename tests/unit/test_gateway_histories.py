@@ -17,7 +17,7 @@ from wire_agents import WIRES, Wire
 from dockyard.gateway.render import Renderer
 
 NUM_HISTORIES = int(os.environ.get("DOCKYARD_HISTORIES") or 5000)
-"""In the slow group. A longer run is one with a larger number."""
+"""Of `make soak`."""
 
 
 @cache
@@ -62,7 +62,7 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_in_the_conte
     any_history(200)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_thousands_of_agents_do_not_get_a_token_wrong():
     any_history(NUM_HISTORIES)
 
@@ -71,6 +71,6 @@ def test_an_agent_that_only_echoes_in_whatever_words_gives_one_segment():
     only_echoes(100)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_so_do_many_more_that_only_echo():
     only_echoes(NUM_HISTORIES // 10)

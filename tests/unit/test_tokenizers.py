@@ -18,7 +18,7 @@ from wire_agents import WIRES, Wire
 from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
 from dockyard.types import IntArray
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.tokenizers
 each_model = pytest.mark.parametrize("name", [*CALLS])
 
 SYSTEM = Message("system", "You work in a shell.")

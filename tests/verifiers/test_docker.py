@@ -19,7 +19,6 @@ from dockyard.rollout.docker.owner import OWNER_LABEL
 
 pytestmark = [
     pytest.mark.docker,
-    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),
 ]
