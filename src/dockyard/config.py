@@ -95,7 +95,9 @@ class EnvironmentConfig(Config):
     """Where the agent's commands run."""
 
     type: str = "sandbox"
-    """`sandbox` (ours: bubblewrap, starts in milliseconds), `docker`, or any other Harbor environment type."""
+    """`sandbox` (ours: starts in milliseconds, without a daemon), `docker`, or any other Harbor environment type."""
+    sandbox: Literal["auto", "namespaces", "landlock"] = "auto"
+    """How a `sandbox` is made. `auto` takes `namespaces` where the machine allows them, `landlock` elsewhere."""
     network: Literal["auto", "none", "gateway", "public"] = "auto"
     """What tasks reach: nothing, the gateway alone, or the world. `auto` is as the task says; in `sandbox` nothing."""
     cpus: float | None = Field(default=None, gt=0)

@@ -18,7 +18,7 @@ from dockyard.doctor.checks import CHECKS, KEYS, REQUIRED, Finding, Status, Use
 from dockyard.doctor.machine import Machine, Problem, Ran, Space
 from dockyard.doctor.model import FIRST_PROMPTS, examine_model, model_to_json, model_to_text
 from dockyard.errors import DockyardError
-from dockyard.rollout.sandbox.check import check_sandbox
+from dockyard.rollout.sandbox.check import check_sandbox, choose_mechanism
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -59,6 +59,7 @@ class FakeMachine:
     variables: frozenset[str] = frozenset()
     spaces: dict[Path, Space] = field(default_factory=dict)
     problem: Problem | None = None
+    sandbox_found: list[str] = field(default_factory=lambda: ["bubblewrap"])
 
     def has_command(self, name: str) -> bool:
         return name in self.commands
@@ -75,8 +76,8 @@ class FakeMachine:
     def space(self, folder: Path) -> Space:
         return self.spaces.get(folder, Space(free_bytes=50_000_000_000, writable=True))
 
-    def sandbox_problem(self) -> Problem | None:
-        return self.problem
+    def sandbox(self) -> Problem | list[str]:
+        return self.problem or self.sandbox_found
 
     def answering(self, command: str, ran: Ran) -> "FakeMachine":
         return replace(self, runs={**self.runs, command: ran})
@@ -198,6 +199,15 @@ def test_a_sandbox_that_does_not_start_passes_its_hint_on():
     report = examine(FakeMachine(problem=problem))
     assert finding(report, "sandbox") == Finding(status=Status.BROKEN, found=problem.message, fix=problem.hint)
     assert report.missing_for(Use.DEMO) == ["sandbox"]
+
+
+def test_what_a_sandbox_does_not_hold_is_listed_below_it():
+    report = examine(FakeMachine(sandbox_found=["Landlock", "no loopback", "no terminals"]))
+    assert finding(report, "sandbox") == Finding(
+        status=Status.OK, found="Landlock", notes=("no loopback", "no terminals")
+    )
+    lines = [line.strip() for line in str(to_table(report)).splitlines()]
+    assert lines[lines.index("- no loopback") + 1] == "- no terminals"
 
 
 def test_gpus_are_named_with_their_memory():
@@ -326,14 +336,18 @@ def test_the_cache_folder_is_the_user_s_choice(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_real_sandbox_is_tried_and_agrees_with_its_own_check():
+    found = Machine().sandbox()
     problem = check_sandbox()
-    found = Machine().sandbox_problem()
-    assert (found and found.message) == (problem and problem.message)
+    if problem:
+        assert found == Problem(message=problem.message, hint=problem.hint)
+    else:
+        mechanism = choose_mechanism()
+        assert found == [mechanism.describe(), *mechanism.not_held]
 
 
 def test_a_sandbox_that_hangs_is_a_problem():
-    found = Machine(timeout_s=0.001).sandbox_problem()
-    assert found is not None
+    found = Machine(timeout_s=0.001).sandbox()
+    assert isinstance(found, Problem)
     assert found.message == "a sandbox takes too long to start"
 
 

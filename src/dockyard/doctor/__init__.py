@@ -50,6 +50,7 @@ def to_json(report: Report) -> str:
             "status": finding.status,
             "found": finding.found,
             "fix": finding.fix or None,
+            "notes": list(finding.notes),
             "needed_for": sorted(use.name.lower() for use in check.needed_for),
         }
         for check, finding in report.rows
@@ -65,6 +66,8 @@ def to_table(report: Report) -> Text:
     for check, finding in report.rows:
         table.append(f"{finding.status:<8}", style=STYLES[finding.status])
         table.append(f" {check.name:<{width}}  {finding.found}\n")
+        for note in finding.notes:
+            table.append(f"{'':<8} {'':<{width}}  - {note}\n", style="dim")
         if finding.fix:
             table.append(f"{'':<8} {'':<{width}}  fix: {finding.fix}\n", style="dim")
     return table.append("\n").append(summarize(report), style="bold")

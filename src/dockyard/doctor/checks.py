@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from dockyard.doctor.machine import Probe
+from dockyard.doctor.machine import Probe, Problem
 
 REQUIRED = {
     "harbor": ">=0.25,<0.26",
@@ -60,6 +60,8 @@ class Finding:
     found: str
     fix: str = ""
     """One command; empty when all is well."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of something that works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +146,11 @@ def check_torch(probe: Probe) -> Finding:
 
 
 def check_sandbox(probe: Probe) -> Finding:
-    """The `sandbox` environment: bubblewrap and user namespaces."""
-    problem = probe.sandbox_problem()
-    return broken(problem.message, fix=problem.hint) if problem else ok("bubblewrap starts, user namespaces work")
+    """The `sandbox` environment: how sandboxes are made here, and what they lack."""
+    found = probe.sandbox()
+    if isinstance(found, Problem):
+        return broken(found.message, fix=found.hint)
+    return Finding(status=Status.OK, found=found[0], notes=tuple(found[1:]))
 
 
 def check_docker(probe: Probe) -> Finding:

@@ -17,8 +17,10 @@ from dockyard.cache import cache_dir
 
 # In a process of its own, which can be ended when a kernel leaves bubblewrap hanging.
 _TRY_SANDBOX = (
-    "import dataclasses, json; from dockyard.rollout.sandbox.check import check_sandbox; "
-    "found = check_sandbox(); print(json.dumps(found and dataclasses.asdict(found)))"
+    "import json\nfrom dockyard.errors import DockyardError\n"
+    "from dockyard.rollout.sandbox.check import choose_mechanism\n"
+    "try:\n    found = choose_mechanism(); print(json.dumps([found.describe(), *found.not_held]))\n"
+    "except DockyardError as error:\n    print(json.dumps({'message': error.message, 'hint': error.hint}))"
 )
 
 
@@ -81,7 +83,9 @@ class Probe(Protocol):
 
     def space(self, folder: Path) -> Space: ...
 
-    def sandbox_problem(self) -> Problem | None: ...
+    def sandbox(self) -> Problem | list[str]:
+        """How sandboxes are made here, then what they lack; or why there can be none."""
+        ...
 
 
 class Machine:
@@ -127,12 +131,12 @@ class Machine:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         return Space(free_bytes=shutil.disk_usage(existing).free, writable=os.access(existing, os.W_OK))
 
-    def sandbox_problem(self) -> Problem | None:
+    def sandbox(self) -> Problem | list[str]:
         ran = self.run([self.python, "-c", _TRY_SANDBOX])
         if ran.code is None:
             return Problem(message="a sandbox takes too long to start", hint="dockyard doctor")
         if ran.code != 0:
             reason = ran.error.splitlines()[-1] if ran.error else f"exit code {ran.code}"
             return Problem(message=f"trying a sandbox failed: {reason}", hint=f"{self.python} -c '{_TRY_SANDBOX}'")
-        found: dict[str, str] | None = json.loads(ran.output)
-        return Problem(message=found["message"], hint=found["hint"]) if found else None
+        found: dict[str, str] | list[str] = json.loads(ran.output)
+        return Problem(message=found["message"], hint=found["hint"]) if isinstance(found, dict) else found

@@ -16,7 +16,7 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.app import Gateway
 from dockyard.rollout import sandbox
 from dockyard.rollout.options import check_options, nearest, options_of
-from dockyard.rollout.sandbox.check import check_sandbox
+from dockyard.rollout.sandbox.check import choose_mechanism
 from dockyard.rollout.site import Site
 from dockyard.rollout.tunnel import open_tunnel
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOCAL = ("sandbox", "docker")
 """Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""
 _NOT_FOR_USERS = {
-    *("run", "network_name", "seal_level", "logger", "stream", "mounts", "auto_mounts", "auto_mounting"),
+    *("run", "network_name", "seal_level", "mechanism", "logger", "stream", "mounts", "auto_mounts", "auto_mounting"),
     *("network_policy", "phase_network_policies", "enable_environment_dir_upload"),
     *("override_cpus", "override_memory_mb", "override_storage_mb"),
 }
@@ -34,6 +34,7 @@ _CREDENTIALS = {
     "modal": "`modal token new`",
     "daytona": "`export DAYTONA_API_KEY=...`; `DAYTONA_API_URL` too, for a Daytona of your own",
 }
+_TERMINAL_AGENTS = ("terminus", "terminus-1", "terminus-2")
 _NETWORK_NOTES = {"daytona": "; Daytona's lower tiers let sandboxes reach a list of known services only"}
 _HOW_TO_REACH = (
     "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
@@ -48,6 +49,7 @@ def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agen
         message = f"`environment.type` is `{config.type}`, which is no environment"
         raise UsageError(message, hint=nearest(config.type, types))
     _check_network(config, agent=agent, inside=inside)
+    _check_mechanism(config, agent=agent)
     _check_seal(config)
     _check_kwargs(config)
     _check_way(gateway, agent=agent, inside=inside)
@@ -56,6 +58,15 @@ def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agen
         if inside and not (gateway.public_url or gateway.tunnel):
             message = f"`{agent}` would call the gateway from `{config.type}`, which cannot reach this machine"
             raise UsageError(message, hint=_HOW_TO_REACH + _NETWORK_NOTES.get(config.type, ""))
+
+
+def _check_mechanism(config: EnvironmentConfig, *, agent: str) -> None:
+    if config.type != "sandbox" and config.sandbox != "auto":
+        message = f"`environment.sandbox` is `{config.sandbox}`, but `environment.type` is `{config.type}`"
+        raise UsageError(message, hint="remove `environment.sandbox`, or `--environment.type sandbox`")
+    if config.type == "sandbox" and agent in _TERMINAL_AGENTS and not choose_mechanism(config.sandbox).has_terminals:
+        message = f"`{agent}` needs tmux, and a sandbox without namespaces has terminals only when you are root"
+        raise UsageError(message, hint="`--agent.name shell`, run as root, or `--environment.type docker`")
 
 
 def _check_seal(config: EnvironmentConfig) -> None:
@@ -131,9 +142,12 @@ async def open_site(config: EnvironmentConfig, *, inside: bool, run: str | None 
     """Whatever the environments of a run share, removed with the block. `run` is the run's own name, if it has one."""
     match config.type:
         case "sandbox":
-            if problem := check_sandbox():
-                raise DockyardError(problem.message, hint=problem.hint)
-            yield sandbox_site(config)
+            mechanism = choose_mechanism(config.sandbox)
+            if mechanism.not_held:
+                logger.warning(
+                    "sandboxes are made by %s. Not held: %s", mechanism.describe(), "; ".join(mechanism.not_held)
+                )
+            yield sandbox_site(config, mechanism.name)
         case "docker":
             from dockyard.rollout.docker import docker_site
 
@@ -148,11 +162,11 @@ async def open_site(config: EnvironmentConfig, *, inside: bool, run: str | None 
             yield Site(environment=_harbor(config, type=EnvironmentType(config.type)))
 
 
-def sandbox_site(config: EnvironmentConfig) -> Site:
+def sandbox_site(config: EnvironmentConfig, mechanism: str = "auto") -> Site:
     """Nothing to open: every sandbox stands alone."""
-    network = {"network": True} if config.network == "public" else {}
+    kwargs = {"mechanism": mechanism} | ({"network": True} if config.network == "public" else {})
     environment = _harbor(config, import_path=sandbox.ENVIRONMENT)
-    return Site(environment=environment.model_copy(update={"kwargs": network | config.kwargs}), host="127.0.0.1")
+    return Site(environment=environment.model_copy(update={"kwargs": kwargs | config.kwargs}), host="127.0.0.1")
 
 
 def _harbor(config: EnvironmentConfig, **which: object) -> TrialEnvironmentConfig:

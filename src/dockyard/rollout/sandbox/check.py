@@ -1,13 +1,22 @@
-"""Can a sandbox start on this machine? Starts one to find out, and says what to change if not."""
+"""Which mechanism can start a sandbox on this machine? Starts one to find out, and says what to change if none can."""
 
 import asyncio
+import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from dockyard.errors import DockyardError
 from dockyard.rollout.output import Output
-from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
+from dockyard.rollout.sandbox.client import LANDLOCK, NAMESPACES, Command, Sandbox, SandboxStartError
+from dockyard.rollout.sandbox.confined import ABI_VARIABLE, landlock_abi
+from dockyard.rollout.sandbox.landlock import ABI_OF_SCOPES
+from dockyard.rollout.sandbox.launch import Limits, outside_user
+
+type Wanted = Literal["auto", "namespaces", "landlock"]
 
 OTHER_WAY = 'or set `environment.type = "docker"`'
 SETTINGS = (
@@ -17,6 +26,7 @@ SETTINGS = (
 )
 """(kernel setting, the value that forbids user namespaces, what to set instead)"""
 CONTAINER_FLAGS = " ".join(f"--security-opt {flag}=unconfined" for flag in ("seccomp", "apparmor", "systempaths"))
+_PROBE = Limits(storage_bytes=1 << 20, memory_bytes=1 << 30, max_processes=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +37,112 @@ class SandboxProblem:
     hint: str
 
 
-def check_sandbox() -> SandboxProblem | None:
-    """None when a sandbox starts here. Blocks for some 50 ms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanism:
+    """A way to make sandboxes that works on this machine."""
+
+    name: str
+    own_user: bool = True
+    """Each sandbox runs as a user that nothing else runs as."""
+    abi: int = 0
+    """The version of Landlock; 0 where it is not used."""
+
+    @property
+    def has_terminals(self) -> bool:
+        return self.name == NAMESPACES or self.own_user
+
+    @property
+    def not_held(self) -> tuple[str, ...]:
+        """What a sandbox with namespaces has and this one lacks, in sentences."""
+        return () if self.name == NAMESPACES else tuple(text for holds, text in _lacks(self) if not holds)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.name == NAMESPACES:
+            return "bubblewrap, with namespaces of its own"
+        user = "a user of its own" if self.own_user else "your user"
+        return f"Landlock ABI {self.abi}, {user}: files and processes apart, kernel and network devices shared"
+
+
+def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:
+    """(whether it holds all the same, what is missing)"""
+    return (
+        (False, "a task has no loopback network: it cannot start a server and connect to it"),
+        (False, "a task sees the list of this machine's processes, with their command lines"),
+        (False, "a task is not user 0, though its user is called root; debuggers do not work"),
+        (False, "files are on disk, not in memory; a task that fills its storage is ended instead of failing to write"),
+        (mechanism.own_user, "a task has no terminals, which tmux and so `terminus-2` need, and no System V memory"),
+        (mechanism.own_user, "modes and times of your own files are guarded by the translation of paths alone"),
+        (mechanism.abi >= ABI_OF_SCOPES, "`kill -9 -1` in a task ends its sandbox, so that it earns nothing"),
+        (mechanism.abi >= 3, "a task may empty files that every user of this machine may write"),
+        (mechanism.abi >= 2, "a file cannot be renamed into another folder, only copied"),
+    )
+
+
+def choose_mechanism(wanted: Wanted = "auto") -> Mechanism:
+    """The one to use, tried out. DockyardError says why there is none. Blocks for some 50 ms the first time."""
+    found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
+    if isinstance(found, SandboxProblem):
+        raise DockyardError(found.message, hint=found.hint)
+    return found
+
+
+def check_sandbox(wanted: Wanted = "auto") -> SandboxProblem | None:
+    """None when a sandbox starts here."""
+    found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
+    return found if isinstance(found, SandboxProblem) else None
+
+
+@cache
+def _try_all(wanted: Wanted, masked_abi: str | None) -> Mechanism | SandboxProblem:
+    if wanted == "namespaces":
+        return _try_namespaces()
+    if wanted == "landlock":
+        return _try_landlock()
+    first = _try_namespaces()
+    if isinstance(first, Mechanism):
+        return first
+    second = _try_landlock()
+    if isinstance(second, Mechanism):
+        return second
+    return SandboxProblem(message=f"{first.message}; without namespaces: {second.message}", hint=first.hint)
+
+
+def _try_namespaces() -> Mechanism | SandboxProblem:
+    return _problem_with(NAMESPACES) or Mechanism(name=NAMESPACES)
+
+
+def _try_landlock() -> Mechanism | SandboxProblem:
+    abi, own_user = landlock_abi(), outside_user() is not None
+    lacking = landlock_lacks(abi, own_user=own_user, machine=platform.machine())
+    return lacking or _problem_with(LANDLOCK) or Mechanism(name=LANDLOCK, own_user=own_user, abi=abi)
+
+
+def _problem_with(mechanism: str) -> SandboxProblem | None:
     with ThreadPoolExecutor(1) as thread:  # so that it also works under a running event loop
-        return thread.submit(asyncio.run, _try()).result()
+        return thread.submit(asyncio.run, _try(mechanism)).result()
 
 
-async def _try() -> SandboxProblem | None:
+def landlock_lacks(abi: int, *, own_user: bool, machine: str) -> SandboxProblem | None:
+    """Why sandboxes without namespaces would not be safe here: one rollout could alter another, or its own reward."""
+    if machine != "x86_64":
+        return SandboxProblem(message=f"sandboxes without namespaces need x86-64, this is {machine}", hint=OTHER_WAY)
+    if abi == 0:
+        return SandboxProblem(
+            message="this kernel has no Landlock, so files could not be kept apart",
+            hint="a kernel of 5.13 or newer with `landlock` among its `lsm=`, " + OTHER_WAY,
+        )
+    if abi < ABI_OF_SCOPES and not own_user:
+        return SandboxProblem(
+            message=f"Landlock ABI {abi} keeps no signals apart, and you are not root: rollouts could kill each other",
+            hint="run as root, so that each rollout has a user of its own, or on a kernel of 6.12 or newer",
+        )
+    return None
+
+
+async def _try(mechanism: str) -> SandboxProblem | None:
     try:
-        sandbox = await Sandbox.start(storage_bytes=1 << 20, network=False)
+        sandbox = await Sandbox.start(mechanism, _PROBE, network=False)
     except SandboxStartError as error:
         return diagnose(str(error))
     except DockyardError as error:

@@ -6,20 +6,24 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dockyard.rollout.faults import SandboxDiedError
 from dockyard.rollout.output import Sink
-from dockyard.rollout.sandbox.bwrap import prepare_launch
+from dockyard.rollout.sandbox import bwrap, confined
 from dockyard.rollout.sandbox.errands import ErrandError
+from dockyard.rollout.sandbox.launch import Limits
 
+NAMESPACES, LANDLOCK = "namespaces", "landlock"
 KILLED = 137
 DONE = b"done"
 MAX_ANSWER_BYTES = 1 << 16
 PIPE_CAPACITY = 1 << 20
 """The most a process may have left in a pipe."""
 KILL_PATIENCE_S = 5.0
+CLEAN_UP_PATIENCE_S = 60.0
+"""For removing what a task has left on the disk."""
 
 
 class SandboxStartError(Exception):
@@ -43,14 +47,18 @@ class Command:
 
 
 class Sandbox:
-    """One bubblewrap with our server as its PID 1. Gone when this object is, or when the driver is."""
+    """Processes that see nothing but each other, our server among them. Gone when this object is, or the driver."""
 
-    def __init__(self, process: asyncio.subprocess.Process, requests: socket.socket) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, requests: socket.socket, errors: int, mechanism: str
+    ) -> None:
         self._process = process
         self._requests = requests
+        self._errors = errors
+        self._mechanism = mechanism
 
     @classmethod
-    async def start(cls, *, storage_bytes: int, network: bool) -> "Sandbox":
+    async def start(cls, mechanism: str, limits: Limits, *, network: bool) -> "Sandbox":
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests.setblocking(False)
         errors = os.memfd_create("errors")
@@ -58,15 +66,15 @@ class Sandbox:
             on_error.callback(requests.close)
             try:
                 with theirs:
-                    process = await _spawn(theirs.fileno(), errors, storage_bytes=storage_bytes, network=network)
+                    process = await _spawn(theirs.fileno(), errors, mechanism, limits, network=network)
                 if not await asyncio.get_running_loop().sock_recv(requests, 16):
                     await process.wait()
-                    message = os.pread(errors, 4096, 0).decode(errors="replace").strip()
-                    raise SandboxStartError(message or f"bwrap ended with {process.returncode}")
-            finally:
+                    raise SandboxStartError(_last_words(errors) or f"it ended with {process.returncode}")
+            except BaseException:
                 os.close(errors)
+                raise
             on_error.pop_all()
-        return cls(process, requests)
+        return cls(process, requests, errors, mechanism)
 
     async def run(
         self, command: Command, *, stdout: Sink, stderr: Sink, stdin: int | None = None, timeout_s: float | None = None
@@ -90,7 +98,7 @@ class Sandbox:
             try:
                 async with asyncio.timeout(timeout_s):
                     with suppress(BrokenPipeError, ConnectionResetError):
-                        await loop.sock_sendall(control, command.encode())
+                        await loop.sock_sendall(control, self._limited(command).encode())
                     reply = await _receive(control)
             except TimeoutError:
                 await _hang_up(control)
@@ -98,6 +106,10 @@ class Sandbox:
             flush_out()
             flush_err()
             return int.from_bytes(reply, "big") if reply else self._code_without_reply()
+
+    def _limited(self, command: Command) -> Command:
+        """Without namespaces processes are counted by the tracer: the kernel would count all of a user's."""
+        return command if self._mechanism == NAMESPACES else replace(command, max_processes=0)
 
     async def errand(self, name: str, *args: object, stream: int | None = None, timeout_s: float | None = None) -> None:
         """Have the server itself do one of `ERRANDS`. ErrandError says why it could not."""
@@ -117,13 +129,18 @@ class Sandbox:
         with ExitStack() as stack:
             control = await self._open(stack, b"kill")
             if not await _receive(control):
-                raise SandboxDiedError("the sandbox ended")
+                raise self._died("the sandbox ended")
 
     async def stop(self) -> None:
         """Returns when no process of it is left: PID 1 ends after all others, and bwrap after PID 1."""
+        if self._requests.fileno() < 0:
+            return
         self._requests.close()
+        os.close(self._errors)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         try:
-            async with asyncio.timeout(KILL_PATIENCE_S):
+            async with asyncio.timeout(KILL_PATIENCE_S if self._mechanism == NAMESPACES else CLEAN_UP_PATIENCE_S):
                 await self._process.wait()
         except TimeoutError:
             self._process.kill()
@@ -145,7 +162,7 @@ class Sandbox:
             except BlockingIOError:  # the server is behind
                 await asyncio.sleep(0.01)
             except OSError as error:
-                raise SandboxDiedError("the sandbox ended") from error
+                raise self._died("the sandbox ended") from error
 
     def _code_without_reply(self) -> int:
         """Something killed the supervisor: `kill -9 -1` inside, or the end of the whole sandbox."""
@@ -155,11 +172,19 @@ class Sandbox:
             return KILLED
         except OSError:
             pass
-        raise SandboxDiedError("the sandbox ended while a command ran")
+        raise self._died("the sandbox ended while a command ran")
+
+    def _died(self, message: str) -> SandboxDiedError:
+        """Which of its limits it passed, if that is why."""
+        reason = _last_words(self._errors) if self._requests.fileno() >= 0 else ""
+        return SandboxDiedError(f"{message}: {reason}" if reason else message)
 
 
-async def _spawn(server_socket: int, errors: int, *, storage_bytes: int, network: bool) -> asyncio.subprocess.Process:
-    with prepare_launch(server_socket=server_socket, storage_bytes=storage_bytes, network=network) as launch:
+async def _spawn(
+    server_socket: int, errors: int, mechanism: str, limits: Limits, *, network: bool
+) -> asyncio.subprocess.Process:
+    prepare_launch = bwrap.prepare_launch if mechanism == NAMESPACES else confined.prepare_launch
+    with prepare_launch(server_socket=server_socket, limits=limits, network=network) as launch:
         return await asyncio.create_subprocess_exec(
             *launch.args,
             executable=launch.executable,
@@ -169,10 +194,14 @@ async def _spawn(server_socket: int, errors: int, *, storage_bytes: int, network
             group=launch.user,
             extra_groups=None if launch.user is None else [],
             cwd="/",
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # ends with the driver
             stdout=asyncio.subprocess.DEVNULL,
             stderr=errors,
         )
+
+
+def _last_words(errors: int) -> str:
+    return os.pread(errors, 4096, 0).decode(errors="replace").strip()
 
 
 def _encode(request: tuple[Any, ...]) -> bytes:
@@ -203,6 +232,7 @@ def _closing(stack: ExitStack, fd: int) -> int:
 def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(write, True)
+    os.fchmod(write, 0o666)  # so that a sandbox's own user can open it as /dev/stdout
     return _closing(ours, read), _closing(theirs, write)
 
 

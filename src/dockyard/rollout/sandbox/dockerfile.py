@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from dockyard.rollout.sandbox.bwrap import READ_ONLY, is_below
+from dockyard.rollout.sandbox.launch import READ_ONLY, is_below
 from dockyard.rollout.sandbox.transfer import Entry
 
 IGNORED = (

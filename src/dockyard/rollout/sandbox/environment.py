@@ -19,10 +19,11 @@ from harbor.environments.definition import COMPOSE_FILE_NAME, DOCKERFILE_NAME
 from dockyard.errors import DockyardError
 from dockyard.rollout.output import Output
 from dockyard.rollout.sandbox import transfer
-from dockyard.rollout.sandbox.bwrap import is_below
+from dockyard.rollout.sandbox.check import Wanted, choose_mechanism
 from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, Image, read_image
 from dockyard.rollout.sandbox.errands import ErrandError
+from dockyard.rollout.sandbox.launch import Limits, is_below
 from dockyard.rollout.sandbox.transfer import Entry, Stream
 from dockyard.rollout.verifier import ABOVE_TESTS
 
@@ -44,11 +45,19 @@ OPEN = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class SandboxEnvironment(BaseEnvironment):
-    """One bubblewrap sandbox per trial. Killing the driver leaves neither a process nor a file behind."""
+    """One sandbox per trial. Killing the driver leaves neither a process nor a file behind."""
 
-    def __init__(self, *args: Any, network: bool = False, max_processes: int = 256, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        network: bool = False,
+        max_processes: int = 256,
+        mechanism: Wanted = "auto",
+        **kwargs: Any,
+    ) -> None:
         """`network` shares the host's network, its loopback included, with tasks whose policy is public."""
         self._wants_network = network
+        self._mechanism: Wanted = mechanism
         self._max_processes = max_processes
         self._sandbox: Sandbox | None = None
         self._image = Image(context=Path())
@@ -79,7 +88,8 @@ class SandboxEnvironment(BaseEnvironment):
         self._image = self._read_image()
         network = self._wants_network and self._network_is_public
         try:
-            self._sandbox = await Sandbox.start(storage_bytes=self._storage_bytes, network=network)
+            mechanism = choose_mechanism(self._mechanism)
+            self._sandbox = await Sandbox.start(mechanism.name, self._limits, network=network)
         except (SandboxStartError, DockyardError) as error:
             message = f"no sandbox can start here: {error}. `dockyard doctor` says what to do"
             raise SandboxBuildFailedError(message) from error
@@ -114,7 +124,7 @@ class SandboxEnvironment(BaseEnvironment):
             cwd=str(PurePosixPath(self._workdir, cwd or "")),
             env=BASE_ENV | self._image.env | (self._merge_env(env) or {}),
             max_processes=self._max_processes,
-            max_memory_bytes=(self._effective_memory_mb or DEFAULT_MEMORY_MB) << 20,
+            max_memory_bytes=self._limits.memory_bytes,
         )
         stdout, stderr = Output(), Output()
         try:
@@ -159,6 +169,11 @@ class SandboxEnvironment(BaseEnvironment):
     @property
     def _storage_bytes(self) -> int:
         return (self._effective_storage_mb or DEFAULT_STORAGE_MB) << 20
+
+    @property
+    def _limits(self) -> Limits:
+        memory_bytes = (self._effective_memory_mb or DEFAULT_MEMORY_MB) << 20
+        return Limits(storage_bytes=self._storage_bytes, memory_bytes=memory_bytes, max_processes=self._max_processes)
 
     def _read_image(self) -> Image:
         dockerfile = self.environment_dir / DOCKERFILE_NAME

@@ -15,6 +15,7 @@ import os
 import resource
 import select
 import sys
+from _collections_abc import Callable
 
 from dockyard.rollout.sandbox.errands import ERRANDS
 
@@ -25,6 +26,7 @@ SIG_DFL, SIG_IGN = 0, 1
 SIG_BLOCK, SIG_UNBLOCK = 0, 1
 SIGNAL_MASK = (1 << (SIGCHLD - 1)).to_bytes(128, sys.byteorder)
 MAX_ANSWER = 4096
+COMMANDS_PATIENCE_S = 5.0
 
 type Request = tuple[list[str], str, dict[str, str], int, int]
 
@@ -34,20 +36,63 @@ def call(function: str, *args: int | bytes | None) -> int:
     return _ctypes.call_function(_ctypes.dlsym(LIBC, function), args)
 
 
-def serve(requests: _socket.socket) -> None:
-    """Answer requests until the driver is gone; then the kernel ends every process in here."""
+class Commands:
+    """Where commands are started when that is not the server itself: a child that they can reach without harm.
+
+    All are started by the same one, so that a command can signal what another left running.
+    """
+
+    def __init__(self, stand_apart: Callable[[], None]) -> None:
+        self._stand_apart = stand_apart
+        self._start()
+
+    def run(self, fds: list[int]) -> None:
+        if not self._hand_over(fds):  # it was killed: by `kill -9 -1`, or by the seal
+            self._requests.close()
+            self._start()
+            self._hand_over(fds)
+
+    def _start(self) -> None:
+        self._requests, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        self._requests.settimeout(COMMANDS_PATIENCE_S)
+        if os.fork() == 0:
+            self._requests.close()
+            self._stand_apart()
+            serve(theirs, receipt=b"taken")
+        theirs.close()
+
+    def _hand_over(self, fds: list[int]) -> bool:
+        """Whether the child lives. One that was stopped and does not answer is left alone: so the command fails."""
+        data = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
+        try:
+            self._requests.sendmsg([b"run"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, data)], _socket.MSG_NOSIGNAL)
+            return self._requests.recv(16) != b""
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+
+
+def serve(
+    requests: _socket.socket, commands: Commands | None = None, *, receipt: bytes = b"", can_kill_all: bool = True
+) -> None:
+    """Answer requests until the driver is gone; then the kernel, or the watcher, ends every process in here."""
     while True:
         message, fds = receive(requests)
-        if message == b"run" and os.fork() == 0:
+        if message == b"run" and commands is not None:
+            commands.run(fds)
+        elif message == b"run" and os.fork() == 0:
             requests.close()
             supervise(_socket.socket(fileno=fds[0]), fds[1:4], fds[4:])
             os._exit(0)
+        if message == b"run" and receipt:
+            requests.send(receipt)
         if message == b"errand" and os.fork() == 0:
             requests.close()
             run_errand(_socket.socket(fileno=fds[0]), fds[1:])
             os._exit(0)
         if message == b"kill":
-            kill_everything()
+            (kill_everything if can_kill_all else kill_tree)()
             os.write(fds[0], b"done")
         for fd in fds:
             os.close(fd)
@@ -180,6 +225,7 @@ def reap(child: int) -> int | None:
 
 def kill_tree() -> None:
     """Kill every descendant: by process group first, which a fork bomb cannot outrun, then one by one."""
+    call("signal", SIGCHLD, SIG_DFL)  # each that ends is reported: its own children are ours from then on
     try:
         while True:
             for child, group in children():
@@ -230,8 +276,7 @@ def drain(outputs: list[int], exits: int) -> None:
                 num_open -= 1
 
 
-def prepare(keep: int) -> None:
-    """Make this process useless to whoever gets to run in here."""
+def close_others(keep: int) -> None:
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd != keep:
             try:
@@ -239,10 +284,36 @@ def prepare(keep: int) -> None:
             except OSError:  # the one that listed the folder
                 pass
     os.set_inheritable(keep, False)
+
+
+def prepare(keep: int) -> None:
+    """Make this process useless to whoever gets to run in here."""
+    close_others(keep)
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace; /proc/1/{mem,environ,fd} are closed
     call("signal", SIGCHLD, SIG_IGN)  # the kernel reaps
+
+
+def run_confined(requests: int, stand_apart: Callable[[], None], *, has_scopes: bool) -> None:
+    """Serve without namespaces. `has_scopes`: Landlock lets this process signal its own descendants only."""
+    close_others(requests)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    call("signal", SIGCHLD, SIG_IGN)
+    if has_scopes and can_signal(os.getppid()):
+        raise PermissionError(1, "Landlock does not keep signals inside")
+    driver = _socket.socket(fileno=requests)
+    commands = Commands(stand_apart)
+    driver.send(b"ready")
+    serve(driver, commands, can_kill_all=has_scopes)
+
+
+def can_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

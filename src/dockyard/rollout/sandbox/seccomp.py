@@ -1,0 +1,103 @@
+"""The system calls of a confined sandbox: which are refused, and which the tracer is asked about first.
+
+A seccomp filter, made here instruction by instruction; x86-64 only, as are the numbers in `tracer`. Runs where a
+sandbox is started, on the standard library alone.
+"""
+
+import ctypes
+import os
+import struct
+
+ARCH_X86_64 = 0xC000003E
+X32_BIT = 0x40000000
+ALLOW, TRACE, ERRNO, KILL = 0x7FFF0000, 0x7FF00000, 0x00050000, 0x80000000
+EPERM, EACCES, EAFNOSUPPORT, ENOSYS = 1, 13, 97, 38
+LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCH, ARGS = 0, 4, 16
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+AF_UNIX = 1
+CLONE_UNTRACED = 0x00800000
+
+SOCKET, CLONE = 41, 56
+UNKNOWN = {
+    425: "io_uring_setup",
+    426: "io_uring_enter",
+    427: "io_uring_register",
+    435: "clone3",  # its flags are out of a filter's sight
+    437: "openat2",
+}
+"""Answered as by a kernel that does not have them: programs take the older call, which is translated."""
+FORBIDDEN = (
+    {101: "ptrace", 310: "process_vm_readv", 311: "process_vm_writev", 312: "kcmp", 438: "pidfd_getfd"}
+    | {155: "pivot_root", 161: "chroot", 163: "acct", 165: "mount", 166: "umount2", 167: "swapon", 168: "swapoff"}
+    | {248: "add_key", 249: "request_key", 250: "keyctl", 298: "perf_event_open", 321: "bpf", 323: "userfaultfd"}
+    | {303: "name_to_handle_at", 304: "open_by_handle_at", 272: "unshare", 308: "setns", 300: "fanotify_init"}
+    | {428: "open_tree", 429: "move_mount", 430: "fsopen", 431: "fsconfig", 432: "fsmount", 442: "mount_setattr"}
+    | {256: "migrate_pages", 279: "move_pages", 251: "ioprio_set", 134: "uselib", 135: "personality"}
+)
+SHARED_BY_A_USER = {
+    29: "shmget",
+    30: "shmat",
+    31: "shmctl",
+    64: "semget",
+    65: "semop",
+    66: "semctl",
+    220: "semtimedop",
+} | {68: "msgget", 69: "msgsnd", 70: "msgrcv", 71: "msgctl", 240: "mq_open", 241: "mq_unlink"}
+"""By all processes of a user. Allowed where each sandbox has a user of its own."""
+ONLY_FOR_ONESELF = {
+    302: ("prlimit64", (0,)),
+    203: ("sched_setaffinity", (0,)),
+    144: ("sched_setscheduler", (0,)),
+    142: ("sched_setparam", (0,)),
+    314: ("sched_setattr", (0,)),
+    141: ("setpriority", (0, 1)),
+}
+"""(name, the arguments that say whom it is for): allowed where all of them are 0, which is the caller."""
+
+
+def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, yes, no, value)
+
+
+def _answer(number: int, action: int) -> bytes:
+    """For one call, whatever its arguments."""
+    return _step(JUMP_EQUAL, number, 0, 1) + _step(RETURN, action)
+
+
+def _answer_by(number: int, *tests: tuple[int, int, int], then: int, otherwise: int) -> bytes:
+    """For one call: `then` where the lower halves of arguments pass all of the tests (argument, comparison, value)."""
+    steps = [_step(JUMP_EQUAL, number, 0, 2 * len(tests) + 2)]
+    for left, (arg, comparison, value) in zip(range(len(tests) - 1, -1, -1), tests, strict=True):
+        steps += [_step(LOAD, ARGS + 8 * arg), _step(comparison, value, 0, 2 * left + 1)]
+    return b"".join(steps) + _step(RETURN, then) + _step(RETURN, otherwise)
+
+
+def build(traced: frozenset[int], *, network: bool, own_user: bool) -> bytes:
+    """The filter as the kernel takes it."""
+    refused = FORBIDDEN | ({} if own_user else SHARED_BY_A_USER)
+    steps = [
+        _step(LOAD, ARCH) + _step(JUMP_EQUAL, ARCH_X86_64, 1, 0) + _step(RETURN, KILL),
+        _step(LOAD, NUMBER) + _step(JUMP_GREATER_EQUAL, X32_BIT, 0, 1) + _step(RETURN, ERRNO | ENOSYS),
+        *(_answer(number, ERRNO | ENOSYS) for number in UNKNOWN),
+        *(_answer(number, ERRNO | EPERM) for number in refused),
+        *(
+            _answer_by(number, *((arg, JUMP_EQUAL, 0) for arg in args), then=ALLOW, otherwise=ERRNO | EPERM)
+            for number, (_, args) in ONLY_FOR_ONESELF.items()
+        ),
+        _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED), then=ERRNO | EPERM, otherwise=TRACE),
+        *(_answer(number, TRACE) for number in sorted(traced - {CLONE})),
+    ]
+    if not network:
+        steps.append(_answer_by(SOCKET, (0, JUMP_EQUAL, AF_UNIX), then=ALLOW, otherwise=ERRNO | EAFNOSUPPORT))
+    return b"".join(steps) + _step(RETURN, ALLOW)
+
+
+def apply(program: bytes) -> None:
+    """To this process and all it will start. Wants `no_new_privs`, which Landlock sets."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
+    if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.c_char_p(header), 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"seccomp: {os.strerror(error)}")

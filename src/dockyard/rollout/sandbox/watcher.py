@@ -1,0 +1,245 @@
+"""Starts, watches and ends a sandbox that has no namespaces: three processes, each more confined than the one before.
+
+The watcher has the driver's rights and runs nothing of the task: it makes the sandbox's folder, sums up what the
+sandbox uses, ends it when the driver is gone or a limit is passed, and removes the folder. The tracer, its child, has
+given up all files but those of the sandbox and, where it could, the driver's user. The server, the tracer's child, does
+what it does in every sandbox; commands come from a child of it, so that they can reach neither server nor tracer.
+
+Runs on the standard library alone, from code that the driver hands over.
+"""
+
+import os
+import select
+import sys
+import time
+
+from dockyard.rollout.sandbox import errands, landlock, seccomp, server
+from dockyard.rollout.sandbox.paths import Paths
+from dockyard.rollout.sandbox.tracer import TRACED, Tracer
+
+PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE = 36, 4
+CHECK_S = 0.5
+SIGKILL = 9
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+BLOCK_BYTES = 512
+
+
+class Settings:
+    """What the driver decided. No dataclass: importing that would take longer than all the rest."""
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        user: int | None,
+        abi: int,
+        network: bool,
+        folders: list[str],
+        open_folders: list[str],
+        etc: dict[str, str],
+        links: dict[str, str],
+        devices: list[str],
+        shared: list[str],
+        readable: list[str],
+        max_processes: int,
+        max_memory_bytes: int,
+        storage_bytes: int,
+    ) -> None:
+        """`links`, from names in the sandbox's folder, lead to what is shared with the host."""
+        self.folder = folder
+        self.user = user
+        self.abi = abi
+        self.network = network
+        self.folders = folders
+        self.open_folders = open_folders
+        self.etc = etc
+        self.links = links
+        self.devices = devices
+        self.shared = shared
+        self.readable = readable
+        self.max_processes = max_processes
+        self.max_memory_bytes = max_memory_bytes
+        self.storage_bytes = storage_bytes
+
+
+def main(settings: Settings, server_socket: int) -> None:
+    server.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    make_folder(settings)
+    ended, held = os.pipe()
+    try:
+        tracer = os.fork()
+        if tracer == 0:
+            os.close(ended)
+            trace(settings, server_socket)
+        os.close(held)
+        os.close(server_socket)
+        if reason := watch(settings, tracer, ended):
+            os.write(2, reason.encode() + b"\n")
+        os.kill(tracer, SIGKILL)  # the kernel ends whatever it traces
+        reap_all()
+    finally:
+        errands.empty(settings.folder)
+        os.rmdir(settings.folder)
+
+
+def make_folder(settings: Settings) -> None:
+    """The sandbox's own files. Only what a task may write belongs to its user."""
+    os.umask(0o022)
+    folder = settings.folder
+    os.mkdir(folder, 0o711)
+    for name in ("root", "etc", "dev"):
+        os.mkdir(f"{folder}/{name}")
+    for path in (*settings.folders, *settings.open_folders):
+        os.makedirs(f"{folder}/root{path}", exist_ok=True)
+    os.mkdir(f"{folder}/dev/shm")
+    for path in (*(f"{folder}/root{path}" for path in settings.open_folders), f"{folder}/dev/shm"):
+        os.chmod(path, 0o1777)
+    for name, text in settings.etc.items():
+        with open(f"{folder}/etc/{name}", "w") as file:
+            file.write(text)
+    for path, target in settings.links.items():
+        os.makedirs(os.path.dirname(f"{folder}/{path}"), exist_ok=True)
+        os.symlink(target, f"{folder}/{path}")
+    if settings.user is not None:
+        give_away(f"{folder}/root", settings.user)
+        os.chown(f"{folder}/dev/shm", settings.user, settings.user)
+    os.chmod(f"{folder}/root", 0o700 if settings.user is not None else 0o755)
+
+
+def give_away(folder: str, user: int) -> None:
+    for place, names, _ in os.walk(folder):
+        os.chown(place, user, user)
+        for name in names:
+            os.chown(os.path.join(place, name), user, user, follow_symlinks=False)
+
+
+def watch(settings: Settings, tracer: int, ended: int) -> str | None:
+    """Returns when the sandbox has ended or is to end; the limit that it passed, if that is why."""
+    events = select.poll()
+    events.register(0, select.POLLIN)  # held open by the driver as long as it lives
+    events.register(ended, select.POLLIN)
+    next_walk = time.monotonic()
+    while not events.poll(CHECK_S * 1000):
+        memory = sum(private_bytes(pid) for pid in descendants(tracer))
+        if memory > settings.max_memory_bytes:
+            return f"its processes took more than {settings.max_memory_bytes >> 20} MB of memory"
+        if (begin := time.monotonic()) >= next_walk:
+            if used_bytes(settings.folder, settings.storage_bytes) > settings.storage_bytes:
+                return f"its files took more than {settings.storage_bytes >> 20} MB"
+            next_walk = begin + 20 * (time.monotonic() - begin)
+    return None
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        process = pending.pop()
+        try:
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
+                    pending += map(int, file.read().split())
+        except OSError:  # it ended meanwhile
+            continue
+        found.append(process)
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared = file.read().split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+def used_bytes(folder: str, enough: int) -> int:
+    """What the files below take on the disk; no further than `enough`."""
+    total = 0
+    pending = [folder]
+    while pending and total <= enough:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        except OSError:  # removed meanwhile
+            continue
+    return total
+
+
+def reap_all() -> None:
+    """Processes whose parents have ended become ours: when none is left, none of the sandbox is."""
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def trace(settings: Settings, server_socket: int) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        with open("/proc/self/oom_score_adj", "wb") as file:
+            file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
+        if settings.user is not None:
+            os.setgroups([])
+            os.setresgid(settings.user, settings.user, settings.user)
+            os.setresuid(settings.user, settings.user, settings.user)
+            server.call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or it could not be traced; Landlock keeps others away
+        landlock.restrict_files(rules(settings), settings.abi)
+        go, begin = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(begin)
+            os.read(go, 1)
+            serve(settings, server_socket)
+        os.close(server_socket)
+        tracer = Tracer(paths(settings), settings.max_processes)
+        tracer.seize(child)
+        os.close(begin)
+        tracer.run()
+        code = 0
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def serve(settings: Settings, server_socket: int) -> None:
+    """Never returns."""
+    try:
+        own_user = settings.user is not None
+        seccomp.apply(seccomp.build(TRACED, network=settings.network, own_user=own_user))
+        landlock.stand_apart(settings.abi)
+        has_scopes = settings.abi >= landlock.ABI_OF_SCOPES
+        server.run_confined(server_socket, lambda: landlock.stand_apart(settings.abi), has_scopes=has_scopes)
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def rules(settings: Settings) -> list[tuple[str, int]]:
+    folder = settings.folder
+    return [
+        (f"{folder}/root", landlock.ALL),
+        (f"{folder}/dev/shm", landlock.ALL),
+        (f"{folder}/etc", landlock.READ),
+        (f"{folder}/dev", landlock.READ),
+        *((path, landlock.READ) for path in settings.readable),
+        *((path, landlock.DEVICE | landlock.READ_DIR) for path in settings.devices),
+    ]
+
+
+def paths(settings: Settings) -> Paths:
+    folder = settings.folder.encode()
+    moved = {b"etc": folder + b"/etc", b"dev": folder + b"/dev"}
+    return Paths(folder + b"/root", moved, frozenset(map(str.encode, settings.shared)))
+
+
+if __name__ == "__main__":
+    main(Settings(**globals()["SETTINGS"]), int(sys.argv[1]))
