@@ -11,10 +11,10 @@ import aiohttp
 from gateway_fakes import FakeEngine, Said
 from harbor import AgentContext, BaseEnvironment
 from harbor.agents.installed.base import BaseInstalledAgent
-from rows import GRADE, SOLVE, Row, Seen, left_behind, run_row
+from rows import GRADE, SOLVE, Row, Seen, environment_of, left_behind, run_row
 from server_fakes import FakeVLLM, open_engine
 
-from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, RolloutConfig
+from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
 from dockyard.engine import ContextOverflow, Engine
 from dockyard.rollout.blame import CAUSES
 from dockyard.rollout.docker.engine import ask
@@ -390,7 +390,7 @@ async def cancel_at_work(kind: str, folder: Path) -> list[str]:
     """What is left of a rollout that is cancelled while its command runs."""
     engine = FakeEngine([Said("```bash\nsleep 60\n```")])
     row = Row(name="cancelled", engine=lambda _: nullcontext(engine))
-    async with open_site(EnvironmentConfig(type=kind, network="none"), inside=False) as site:
+    async with open_site(environment_of(kind), inside=False) as site:
         running = asyncio.create_task(run_row(row, site, folder))
         async with asyncio.timeout(60):
             while not engine.requests:

@@ -23,6 +23,7 @@ from dockyard.rollout.docker.owner import RUN_LABEL
 from dockyard.rollout.environments import open_site, reachable
 from dockyard.rollout.phases import Phases
 from dockyard.rollout.pool import Order, Pool
+from dockyard.rollout.sandbox.check import check_sandbox
 from dockyard.rollout.site import Site
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.run_dir import RunDir
@@ -174,7 +175,7 @@ async def run_rows(rows: Iterable[Row], kind: str, folder: Path) -> Batch:
     slots = asyncio.Semaphore(AT_ONCE)
     async with AsyncExitStack() as stack:
         sites = {
-            inside: await stack.enter_async_context(open_site(_environment(kind, inside=inside), inside=inside))
+            inside: await stack.enter_async_context(open_site(environment_of(kind, inside=inside), inside=inside))
             for inside in sorted({runs_inside(row.agent) for row in rows})
         }
 
@@ -187,14 +188,23 @@ async def run_rows(rows: Iterable[Row], kind: str, folder: Path) -> Batch:
     return Batch({row.name: result for row, result in zip(rows, results, strict=True)}, left)
 
 
-def _environment(kind: str, *, inside: bool) -> EnvironmentConfig:
-    network = {"docker": "gateway", "sandbox": "public"}[kind] if inside else "none"
-    return EnvironmentConfig.model_validate({"type": kind, "network": network})
+def environment_of(kind: str, *, inside: bool = False) -> EnvironmentConfig:
+    """`docker`, or a mechanism of `sandbox`."""
+    network = ("gateway" if kind == "docker" else "public") if inside else "none"
+    which = {"type": "docker"} if kind == "docker" else {"type": "sandbox", "sandbox": kind}
+    return EnvironmentConfig.model_validate({**which, "network": network})
+
+
+def skip_unless_possible(mechanism: str) -> str:
+    """For a fixture: the mechanism, where this machine has it."""
+    if problem := check_sandbox(mechanism):  # pyright: ignore[reportArgumentType]
+        pytest.skip(problem.message)
+    return mechanism
 
 
 async def left_behind(kind: str, sites: Sequence[Site]) -> list[str]:
     """Of these sites, or of this process."""
-    if kind == "sandbox":
+    if kind != "docker":
         return _children()
     runs = [site.environment.kwargs["run"] for site in sites]
     shown = [
@@ -213,7 +223,7 @@ def _children() -> list[str]:
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if int(parent) == os.getpid() and "--unshare-pid" in command:
+        if int(parent) == os.getpid() and ("--unshare-pid" in command or command.startswith("sandbox -S")):
             found.append(command)
     return found
 

@@ -2,14 +2,15 @@
 
 import pytest
 from attacks import ATTACKS, CONTROLS, UNGUARDED
-from rows import Batch, names, run_chosen
+from rows import Batch, names, run_chosen, skip_unless_possible
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["namespaces", "landlock"])
 def batch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Batch:
-    return run_chosen(request, (*ATTACKS, *CONTROLS, *UNGUARDED), "sandbox", tmp_path_factory.mktemp("attacks"))
+    mechanism = skip_unless_possible(request.param)
+    return run_chosen(request, (*ATTACKS, *CONTROLS, *UNGUARDED), mechanism, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize("row", names(ATTACKS, "sandbox"))

@@ -1,4 +1,4 @@
-"""The `sandbox` environment, with real bubblewrap and real Harbor trials."""
+"""The `sandbox` environment with each of its mechanisms, and real Harbor trials."""
 
 import asyncio
 import contextlib
@@ -27,14 +27,17 @@ from harbor import (
 from harbor.environments.base import SandboxBuildFailedError
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
+from processes import descendants
 
 from dockyard.rollout.faults import SandboxDiedError
 from dockyard.rollout.output import Output
 from dockyard.rollout.sandbox import ENVIRONMENT
-from dockyard.rollout.sandbox.check import check_sandbox, diagnose
+from dockyard.rollout.sandbox.check import Wanted, check_sandbox, diagnose
 from dockyard.rollout.sandbox.client import KILLED
+from dockyard.rollout.sandbox.confined import PLACES, remove_leftovers
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
+from dockyard.rollout.sandbox.launch import outside_user
 from dockyard.rollout.verifier import VERIFIER
 
 pytestmark = [
@@ -44,7 +47,23 @@ pytestmark = [
 SOURCES = Path(__file__).parents[2] / "src"
 SOLVE = "echo 42 >/app/answer.txt\n"
 COUNT = "set -- /proc/[0-9]*; echo $#"  # of processes, without starting one
+JUST_ONE_COMMAND = {"namespaces": 3, "landlock": 5}
+"""Processes while one runs: itself, its supervisor, the server, and the starter of commands and the tracer, if any."""
 GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt\n'
+
+
+class Current:
+    """The mechanism that the test under way is about."""
+
+    mechanism: Wanted = "auto"
+
+
+@pytest.fixture(params=["namespaces", "landlock"], autouse=True)
+def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if problem := check_sandbox(request.param):
+        pytest.skip(problem.message)
+    monkeypatch.setattr(Current, "mechanism", request.param)
+    return request.param
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +86,7 @@ async def sandbox(
         session_id="tiny__env",
         trial_paths=TrialPaths(trial_dir=tmp_path / "trial"),
         task_env_config=EnvironmentConfig(**(config or {})),
+        mechanism=Current.mechanism,
         **kwargs,
     )
     await environment.start(force_build=False)
@@ -97,7 +117,7 @@ async def run_trial(task: Path, agent: str = "oracle", *, verifier: str | None =
         task=TrialTaskConfig(path=task),
         trials_dir=task.parent / "trials",
         agent=TrialAgentConfig(name=agent),
-        environment=TrialEnvironmentConfig(import_path=ENVIRONMENT),
+        environment=TrialEnvironmentConfig(import_path=ENVIRONMENT, kwargs={"mechanism": Current.mechanism}),
         verifier=TrialVerifierConfig(import_path=verifier),
     )
     return await (await Trial.create(config)).run()
@@ -126,6 +146,29 @@ def processes(marker: str) -> list[Process]:
             if marker in command and "python" not in command:
                 found.append(Process(command, path.stat().st_uid))
     return found
+
+
+def with_marker(marker: str) -> list[str]:
+    """The numbers of processes that sleep so long, as the host sees them."""
+
+    def has_it(process: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return (process / "cmdline").read_bytes() == f"sleep\0{marker}\0".encode()
+        return False
+
+    return [path.name for path in Path("/proc").glob("[0-9]*") if has_it(path)]
+
+
+async def count(environment: SandboxEnvironment) -> int:
+    """Of processes in the sandbox, while it runs a command."""
+    if Current.mechanism == "namespaces":
+        return int((await environment.exec(COUNT)).stdout or 0)
+    assert environment._sandbox is not None
+    running = asyncio.create_task(environment.exec("sleep 1"))
+    await asyncio.sleep(0.5)
+    number = len(descendants(environment._sandbox._process.pid))
+    await running
+    return number
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -169,10 +212,11 @@ async def test_a_separate_verifier_gets_the_artifacts_and_they_are_not_wiped(tmp
     assert reward(await run_trial(task)) == 4242.0
 
 
-async def test_a_full_disk_is_graded(tmp_path: Path):
+async def test_a_full_disk_is_graded(tmp_path: Path, mechanism: str):
+    places = ("/app", "/tmp") if mechanism == "namespaces" else ("/app",)
     task = write_task(
         tmp_path,
-        solve=f"{SOLVE}cat /dev/zero >/app/full; cat /dev/zero >/tmp/full\n",
+        solve=SOLVE + "".join(f"cat /dev/zero >{place}/full\n" for place in places),
         toml="[environment]\nstorage_mb = 8\n",
     )
     result = await run_trial(task)
@@ -278,6 +322,25 @@ async def test_a_sandbox_that_died_says_so(tmp_path: Path, marker: str):
             await running
         with pytest.raises(SandboxDiedError):
             await environment.exec("true")
+    await until(lambda: processes(marker) == [])
+
+
+async def test_what_a_killed_sandbox_left_on_the_disk_is_removed_by_the_next_run(
+    tmp_path: Path, mechanism: str, marker: str
+):
+    def files() -> list[Path]:
+        return [path for place in PLACES for path in Path(place).glob(f"dy-*/root/app/{marker}")]
+
+    async with sandbox(tmp_path / "a") as killed, sandbox(tmp_path / "b") as running:
+        for environment in (killed, running):
+            await environment.exec(f"mkdir {marker}; touch {marker}/x; chmod 0 {marker}")
+        assert len(files()) == (0 if mechanism == "namespaces" else 2)
+        assert killed._sandbox is not None
+        killed._sandbox._process.kill()
+        await killed._sandbox._process.wait()
+        remove_leftovers()
+        assert len(files()) == (0 if mechanism == "namespaces" else 1)
+        assert (await running.exec("echo alive")).stdout == "alive\n"
 
 
 async def test_only_the_first_and_last_megabyte_of_output_are_kept(tmp_path: Path):
@@ -318,18 +381,61 @@ async def test_nothing_of_the_host_is_visible_but_its_tools(tmp_path: Path, monk
             assert (await environment.exec(f"ls {path}/ || cat {path}")).return_code != 0, path
 
 
-async def test_the_processes_of_the_host_are_out_of_reach(tmp_path: Path):
+async def test_the_processes_of_the_host_are_out_of_reach(tmp_path: Path, mechanism: str):
     async with sandbox(tmp_path) as environment:
         pids = (await environment.exec("cd /proc; echo [0-9]*")).stdout or ""
-        assert len(pids.split()) < 10
-        powers = await environment.exec("grep -E '^Cap(Eff|Bnd)|^NoNewPrivs' /proc/self/status | tr -d '[:space:]'")
-        assert powers.stdout == "CapEff:0000000000000000CapBnd:0000000000000000NoNewPrivs:1"
+        assert mechanism == "landlock" or len(pids.split()) < 10
+        if mechanism == "landlock":
+            for pid in (os.getpid(), os.getppid()):
+                assert (await environment.exec(f"kill -0 {pid}")).return_code == 1
+                for name in ("environ", "mem", "maps", "fd/0", "cwd/", "root/"):
+                    assert (await environment.exec(f"cat /proc/{pid}/{name}")).return_code == 1, name
+        powers = await environment.exec("grep -E '^Cap(Eff|Prm)|^NoNewPrivs' /proc/self/status | tr -d '[:space:]'")
+        assert powers.stdout == "CapPrm:0000000000000000CapEff:0000000000000000NoNewPrivs:1"
+
+
+async def test_what_the_kernel_would_find_is_closed_even_where_no_path_is_translated(tmp_path: Path, mechanism: str):
+    """Through /proc, which is shared without namespaces, the host's own root can be named."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        open_to_all = Path(name)
+        open_to_all.chmod(0o777)
+        (open_to_all / "secret").write_text("hunter2")
+        (open_to_all / "secret").chmod(0o666)
+        async with sandbox(tmp_path) as environment:
+            for root in ("", "/proc/self/root", "/proc/self/cwd/../../../../.."):
+                place = f"{root}{open_to_all}"
+                for command in (
+                    f"cat {place}/secret",
+                    f"ls {place}",
+                    f"echo >{place}/new",
+                    f"truncate -s 0 {place}/secret",
+                ):
+                    assert (await environment.exec(command)).return_code != 0, command
+        assert [(path.name, path.read_text()) for path in open_to_all.iterdir()] == [("secret", "hunter2")]
+
+
+async def test_a_sandbox_can_do_nothing_to_another_that_runs(tmp_path: Path, marker: str):
+    async with sandbox(tmp_path / "a") as a, sandbox(tmp_path / "b") as b:
+        await b.exec(f"sleep {marker} &")
+        await until(lambda: bool(with_marker(marker)))
+        [victim] = with_marker(marker)
+        for command in (
+            f"kill -9 {victim}",
+            f"kill -STOP {victim}",
+            f"cat /proc/{victim}/environ",
+            f"ls /proc/{victim}/cwd/",
+        ):
+            assert (await a.exec(command)).return_code != 0, command
+        await a.exec("kill -9 -1")
+        assert len(processes(f"sleep {marker}")) == 1
+        assert (await b.exec("echo alive")).stdout == "alive\n"
 
 
 async def test_tools_and_settings_are_read_only(tmp_path: Path):
     async with sandbox(tmp_path) as environment:
         for path in ("/usr/x", "/usr/local/bin/x", "/etc/ld.so.preload", "/bin/x", "/dev/x"):
-            assert "Read-only" in ((await environment.exec(f"touch {path}")).stderr or ""), path
+            said = (await environment.exec(f"touch {path}")).stderr or ""
+            assert "Read-only" in said or "Permission denied" in said, path
 
 
 async def test_there_is_no_network_unless_asked_for(tmp_path: Path):
@@ -354,27 +460,29 @@ async def test_two_sandboxes_share_nothing(tmp_path: Path, marker: str):
         assert (await b.exec("cat /app/x")).stdout == "b\n"
 
 
-async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):
+async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path, mechanism: str):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & }; bomb")
-        counts = [int((await environment.exec(COUNT)).stdout or 0) for _ in range(20)]
+        counts = [await count(environment) for _ in range(20)]
         assert 10 < max(counts) < 80  # it went off, and was held
         await environment.seal()
-        assert (await environment.exec(COUNT)).stdout == "3\n"  # the server, a supervisor, this one
+        assert await count(environment) == JUST_ONE_COMMAND[mechanism]
 
 
-async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path):
+async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path, mechanism: str):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & wait; }; bomb; sleep 9", timeout_sec=1)
-        assert (await environment.exec(COUNT)).stdout == "3\n"
+        assert await count(environment) == JUST_ONE_COMMAND[mechanism]
 
 
 async def test_the_disk_is_as_large_as_the_task_says(tmp_path: Path):
     async with sandbox(tmp_path, config={"storage_mb": 8}) as environment:
         for folder in ("/app", "/tests", "/logs/agent", "/dev/shm"):
             full = await environment.exec(f"cat /dev/zero >{folder}/full; stat -c %s {folder}/full")
-            assert "No space left" in (full.stderr or "")
+            said = full.stderr or ""
+            assert "No space left" in said or "File size limit exceeded" in said
             assert int(full.stdout or 0) <= 64 << 20
+            await environment.exec(f"rm {folder}/full")
 
 
 async def test_a_process_has_as_much_memory_as_the_task_says(tmp_path: Path):
@@ -447,9 +555,10 @@ async def test_links_and_pipes_stay_inside_on_download(tmp_path: Path):
     assert (tmp_path / "back/hard").read_text() == "real\n"
 
 
-async def test_a_download_larger_than_the_disk_is_refused(tmp_path: Path):
+async def test_a_download_larger_than_the_disk_is_refused(tmp_path: Path, mechanism: str):
     async with sandbox(tmp_path, config={"storage_mb": 8}) as environment:
-        await environment.exec("truncate -s 1T /app/huge")
+        size = "1T" if mechanism == "namespaces" else "9000000"  # more is a file too large to be made
+        await environment.exec(f"truncate -s {size} /app/huge")
         with pytest.raises(RuntimeError, match="larger than the sandbox's 8 MB"):
             await environment.download_dir(source_dir="/app", target_dir=tmp_path / "back")
         with pytest.raises(RuntimeError, match="larger than the sandbox's 8 MB"):
@@ -507,7 +616,7 @@ def test_what_a_sandbox_cannot_build_is_named_with_its_line(tmp_path: Path, dock
 
 
 async def test_a_working_folder_that_cannot_be_made_fails_the_start(tmp_path: Path):
-    with pytest.raises(SandboxBuildFailedError, match="Read-only"):
+    with pytest.raises(SandboxBuildFailedError, match="Read-only|Permission denied"):
         async with sandbox(tmp_path, config={"workdir": "/usr/src/app"}):
             pass
 
@@ -533,7 +642,7 @@ from dockyard.rollout.verifier import VERIFIER
 async def main(marker, folder):
     environment = SandboxEnvironment(
         environment_dir=folder, environment_name="tiny", session_id="tiny__env",
-        trial_paths=TrialPaths(trial_dir=folder), task_env_config=EnvironmentConfig(),
+        trial_paths=TrialPaths(trial_dir=folder), task_env_config=EnvironmentConfig(), mechanism=sys.argv[3],
     )
     await environment.start(force_build=False)
     await environment.exec(f"(setsid sleep {marker} &); sleep {marker}")
@@ -556,7 +665,14 @@ def start_driver(marker: str, folder: Path, user: int | None) -> Generator[subpr
         "HARBOR_TELEMETRY": "off",
     }
     with subprocess.Popen(
-        [f"{home}/bin/python{sys.version_info.major}.{sys.version_info.minor}", "-c", DRIVER, marker, folder],
+        [
+            f"{home}/bin/python{sys.version_info.major}.{sys.version_info.minor}",
+            "-c",
+            DRIVER,
+            marker,
+            folder,
+            Current.mechanism,
+        ],
         env=env,
         pass_fds=[prefix],
         user=user,
@@ -573,7 +689,7 @@ def start_driver(marker: str, folder: Path, user: int | None) -> Generator[subpr
 
 @pytest.mark.parametrize("user", [None, 54321], ids=["this user", "an ordinary user"])
 async def test_killing_the_driver_leaves_no_process_and_no_file(marker: str, user: int | None):
-    user = user if os.geteuid() == 0 else None  # else an ordinary user is what we are
+    user = user if outside_user() else None  # else an ordinary user is what we are
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "scratch").mkdir()
@@ -585,7 +701,7 @@ async def test_killing_the_driver_leaves_no_process_and_no_file(marker: str, use
         await until(lambda: processes(marker) == [])
         assert list((folder / "scratch").iterdir()) == []
     assert len(users) == 1
-    assert 0 not in users
+    assert outside_user() is None or 0 not in users
     assert user is None or users == {user}
 
 

@@ -17,6 +17,8 @@ from dockyard.gateway.app import Gateway
 from dockyard.rollout import sandbox
 from dockyard.rollout.options import check_options, nearest, options_of
 from dockyard.rollout.sandbox.check import choose_mechanism
+from dockyard.rollout.sandbox.client import LANDLOCK
+from dockyard.rollout.sandbox.confined import remove_leftovers
 from dockyard.rollout.site import Site
 from dockyard.rollout.tunnel import open_tunnel
 
@@ -143,7 +145,8 @@ async def open_site(config: EnvironmentConfig, *, inside: bool, run: str | None 
     match config.type:
         case "sandbox":
             mechanism = choose_mechanism(config.sandbox)
-            if mechanism.not_held:
+            if mechanism.name == LANDLOCK:
+                remove_leftovers()
                 logger.warning(
                     "sandboxes are made by %s. Not held: %s", mechanism.describe(), "; ".join(mechanism.not_held)
                 )

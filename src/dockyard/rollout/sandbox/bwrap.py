@@ -9,9 +9,8 @@ runs: no task ever sees that Python.
 
 import os
 import shutil
-import sys
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,14 @@ from dockyard.rollout.sandbox.launch import (
     FOLDERS,
     LOADER,
     OPEN_FOLDERS,
+    PYTHON_FLAGS,
     TOP_FOLDERS,
     Launch,
     Limits,
     bundle,
     etc_files,
+    held_files,
     in_memory,
-    interpreter,
     outside_user,
 )
 
@@ -37,31 +37,23 @@ SHARED_MEMORY_BYTES = 64 << 20
 @contextmanager
 def prepare_launch(*, server_socket: int, limits: Limits, network: bool) -> Generator[Launch]:
     """The file descriptors that the launch refers to live as long as this block."""
-    with ExitStack() as stack:
-        fds = [server_socket]
-
-        def hold(fd: int) -> str:
-            stack.callback(os.close, fd)
-            fds.append(fd)
-            return str(fd)
-
+    with held_files() as files:
         bwrap, library = _find_bwrap()
-        bwrap_fd = hold(os.open(bwrap, os.O_RDONLY))
-        env = {"LD_LIBRARY_PATH": f"/proc/self/fd/{hold(os.open(library, os.O_PATH))}"} if library else {}
-        python_fd = hold(os.open(interpreter(), os.O_PATH))
-        prefix = f"/proc/self/fd/{hold(os.open(sys.base_prefix, os.O_PATH))}"
-        loader = LOADER.format(code=hold(bundle(("errands", "server"), {})))
-        etc = {name: hold(in_memory(text.encode())) for name, text in etc_files(network=network).items()}
+        executable = f"/proc/self/fd/{files.hold(os.open(bwrap, os.O_RDONLY))}"
+        env = {"LD_LIBRARY_PATH": files.path_of(library)} if library else {}
+        python, python_env = files.python()
+        loader = LOADER.format(code=files.hold(bundle(("errands", "server"), {})))
+        etc = {name: str(files.hold(in_memory(text.encode()))) for name, text in etc_files(network=network).items()}
         args = (
             *("bwrap", *_isolation(network=network)),
-            *("--setenv", "PYTHONHOME", prefix, "--setenv", "LD_LIBRARY_PATH", f"{prefix}/lib"),
+            *(word for name, value in python_env.items() for word in ("--setenv", name, value)),
             *_files(etc, storage=str(limits.storage_bytes)),
-            *("--", f"/proc/self/fd/{python_fd}", "-S", "-s", "-P", "-c", loader, str(server_socket)),
+            *("--", python, *PYTHON_FLAGS, "-c", loader, str(server_socket)),
         )
-        launch = Launch(
-            args=args, executable=f"/proc/self/fd/{bwrap_fd}", env=env, pass_fds=tuple(fds), user=outside_user()
+        pass_fds = (server_socket, *files.fds)
+        yield _through_setpriv(
+            Launch(args=args, executable=executable, env=env, pass_fds=pass_fds, user=outside_user())
         )
-        yield _through_setpriv(launch)
 
 
 def _through_setpriv(launch: Launch) -> Launch:

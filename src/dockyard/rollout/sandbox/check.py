@@ -61,7 +61,7 @@ class Mechanism:
         if self.name == NAMESPACES:
             return "bubblewrap, with namespaces of its own"
         user = "a user of its own" if self.own_user else "your user"
-        return f"Landlock ABI {self.abi}, {user}: files and processes apart, kernel and network devices shared"
+        return f"Landlock ABI {self.abi}, {user}: files and processes apart, kernel shared"
 
 
 def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:

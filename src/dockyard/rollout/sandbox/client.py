@@ -105,7 +105,7 @@ class Sandbox:
                 raise
             flush_out()
             flush_err()
-            return int.from_bytes(reply, "big") if reply else self._code_without_reply()
+            return int.from_bytes(reply, "big") if reply else await self._code_without_reply()
 
     def _limited(self, command: Command) -> Command:
         """Without namespaces processes are counted by the tracer: the kernel would count all of a user's."""
@@ -120,7 +120,7 @@ class Sandbox:
                     await asyncio.get_running_loop().sock_sendall(control, _encode((name, list(args))))
                 answer = await _receive(control, MAX_ANSWER_BYTES)
         if not answer:
-            raise ErrandError(f"return code {self._code_without_reply()}")
+            raise ErrandError(f"return code {await self._code_without_reply()}")
         if answer != DONE:
             raise ErrandError(answer.decode(errors="replace"))
 
@@ -164,14 +164,12 @@ class Sandbox:
             except OSError as error:
                 raise self._died("the sandbox ended") from error
 
-    def _code_without_reply(self) -> int:
+    async def _code_without_reply(self) -> int:
         """Something killed the supervisor: `kill -9 -1` inside, or the end of the whole sandbox."""
-        try:
-            self._requests.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return KILLED
-        except OSError:
-            pass
+        with ExitStack() as stack:
+            control = await self._open(stack, b"ping")
+            if await _receive(control):
+                return KILLED
         raise self._died("the sandbox ended while a command ran")
 
     def _died(self, message: str) -> SandboxDiedError:

@@ -4,32 +4,35 @@ For containers, where bubblewrap may make no namespaces. Nothing has to be insta
 helps, because each sandbox then runs as a user of its own. `watcher` says which processes there are.
 """
 
+import fcntl
 import os
 import secrets
-import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.sandbox import landlock
+from dockyard.rollout.sandbox import errands, landlock
 from dockyard.rollout.sandbox.launch import (
     ETC_OF_HOST,
     FOLDERS,
     LOADER,
     OPEN_FOLDERS,
+    PYTHON_FLAGS,
     TOP_FOLDERS,
     Launch,
     Limits,
     bundle,
     etc_files,
+    held_files,
     outside_user,
 )
 
 MODULES = ("errands", "server", "landlock", "seccomp", "paths", "tracer", "watcher")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 TERMINALS = ("ptmx", "pts")
+PREFIX = "dy-"
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 ABI_VARIABLE = "DOCKYARD_LANDLOCK_ABI"
 """An environment variable that makes the kernel's Landlock look older: what holds then can be tested."""
@@ -43,17 +46,12 @@ def landlock_abi() -> int:
 @contextmanager
 def prepare_launch(*, server_socket: int, limits: Limits, network: bool) -> Generator[Launch]:
     """The file descriptors that the launch refers to live as long as this block."""
-    user = outside_user()
-    code = bundle(MODULES, _values(limits, network=network, user=user))
-    try:
-        yield Launch(
-            args=(sys.executable, "-I", "-S", "-c", LOADER.format(code=code), str(server_socket)),
-            executable=sys.executable,
-            env={},
-            pass_fds=(server_socket, code),
-        )
-    finally:
-        os.close(code)
+    with held_files() as files:
+        python, env = files.python()
+        values = _values(limits, network=network, user=outside_user())
+        loader = LOADER.format(code=files.hold(bundle(MODULES, values)))
+        args = ("sandbox", *PYTHON_FLAGS, "-c", loader, str(server_socket))
+        yield Launch(args=args, executable=python, env=env, pass_fds=(server_socket, *files.fds))
 
 
 def _values(limits: Limits, *, network: bool, user: int | None) -> dict[str, object]:
@@ -71,7 +69,7 @@ def _values(limits: Limits, *, network: bool, user: int | None) -> dict[str, obj
         **{f"dev/{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))},
     }
     return {
-        "folder": f"{_place()}/dy-{secrets.token_hex(6)}",
+        "folder": f"{_place()}/{PREFIX}{secrets.token_hex(6)}",
         "user": user,
         "abi": landlock_abi(),
         "network": network,
@@ -86,6 +84,21 @@ def _values(limits: Limits, *, network: bool, user: int | None) -> dict[str, obj
         "max_memory_bytes": limits.memory_bytes,
         "storage_bytes": limits.storage_bytes,
     }
+
+
+def remove_leftovers() -> None:
+    """Folders of sandboxes whose watcher was killed: each holds a lock on its own for as long as it lives."""
+    for path in sorted(Path(_place()).glob(f"{PREFIX}*")):
+        with suppress(OSError):
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                errands.empty(str(path))
+                path.rmdir()
+            finally:
+                os.close(folder)
 
 
 def _place() -> str:

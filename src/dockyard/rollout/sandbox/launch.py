@@ -4,7 +4,8 @@ import marshal
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -32,6 +33,7 @@ _ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
     "passwd": "root:x:{user}:{user}:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
 }
+PYTHON_FLAGS = ("-S", "-s", "-P")
 _PACKAGE = "dockyard.rollout.sandbox"
 LOADER = """
 import marshal, os, sys
@@ -121,15 +123,41 @@ def bundle(names: tuple[str, ...], values: dict[str, object]) -> int:
     return in_memory(marshal.dumps((values, modules)))
 
 
+@contextmanager
+def held_files() -> Generator["HeldFiles"]:
+    """File descriptors for a launch, which live as long as this block."""
+    held = HeldFiles()
+    try:
+        yield held
+    finally:
+        for fd in held.fds:
+            os.close(fd)
+
+
+class HeldFiles:
+    """Programs and folders under the driver's home may be closed to a sandbox's user: it gets them as descriptors."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def hold(self, fd: int) -> int:
+        self.fds.append(fd)
+        return fd
+
+    def path_of(self, path: str) -> str:
+        return f"/proc/self/fd/{self.hold(os.open(path, os.O_PATH))}"
+
+    def python(self) -> tuple[str, dict[str, str]]:
+        """The Python behind the virtual environment, and the variables that it needs."""
+        prefix = self.path_of(sys.base_prefix)
+        installed = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+        program = str(installed if installed.exists() else Path(sys.executable).resolve())
+        return self.path_of(program), {"PYTHONHOME": prefix, "LD_LIBRARY_PATH": f"{prefix}/lib"}
+
+
 def in_memory(data: bytes) -> int:
     """A file descriptor from which `data` can be read."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def interpreter() -> str:
-    """The Python behind the virtual environment."""
-    installed = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    return str(installed if installed.exists() else Path(sys.executable).resolve())

@@ -1,9 +1,9 @@
-"""PID 1 of a sandbox: starts commands for the driver. Runs inside, on the standard library alone.
+"""Starts commands for the driver, inside a sandbox: with namespaces as its PID 1. On the standard library alone.
 
 One message on the socket is one request. `run` carries six file descriptors: control, stdin, stdout, stderr, and the
-read ends of the last two; `errand` carries control and, if files are to move, their stream; `kill` carries control
-alone. The reply comes over control, as soon as the command itself has ended: what it left in the background lives on.
-Closing control before that kills everything the command started.
+read ends of the last two; `errand` carries control and, if files are to move, their stream; `kill` and `ping` carry
+control alone. The reply comes over control, as soon as the command itself has ended: what it left in the background
+lives on. Closing control before that kills everything the command started.
 """
 
 # `socket`, `ctypes`, `signal` and `typing` would double the start-up time: hence the modules beneath them, signalfd and
@@ -92,8 +92,10 @@ def serve(
             run_errand(_socket.socket(fileno=fds[0]), fds[1:])
             os._exit(0)
         if message == b"kill":
-            (kill_everything if can_kill_all else kill_tree)()
+            (kill_everything if can_kill_all else kill_children)()
             os.write(fds[0], b"done")
+        if message == b"ping":
+            os.write(fds[0], b"here")
         for fd in fds:
             os.close(fd)
         if not message:
@@ -225,7 +227,6 @@ def reap(child: int) -> int | None:
 
 def kill_tree() -> None:
     """Kill every descendant: by process group first, which a fork bomb cannot outrun, then one by one."""
-    call("signal", SIGCHLD, SIG_DFL)  # each that ends is reported: its own children are ours from then on
     try:
         while True:
             for child, group in children():
@@ -236,6 +237,13 @@ def kill_tree() -> None:
             reap(0)
     except ChildProcessError:
         return
+
+
+def kill_children() -> None:
+    """The same for the server itself, whose children are reaped by the kernel otherwise."""
+    call("signal", SIGCHLD, SIG_DFL)  # each that ends is reported: its own children are ours from then on
+    kill_tree()
+    call("signal", SIGCHLD, SIG_IGN)
 
 
 def send_kill(target: int) -> None:

@@ -90,6 +90,7 @@ class Tracer:
         self._ours, self._theirs = Vector(), Vector()
         self._ours_at, self._theirs_at = ctypes.addressof(self._ours), ctypes.addressof(self._theirs)
         self._threads: set[int] = set()
+        self._of_commands: set[int] = set()
         self._waiting: set[int] = set()  # began before their parent has told of them
         self._announced: set[int] = set()
         self._scratch: dict[int, int] = {}
@@ -140,6 +141,8 @@ class Tracer:
     def _announce(self, pid: int, event: int) -> None:
         """A new process has its parent's page, by copy or while the parent waits; a new thread needs its own."""
         child = self._message(pid)
+        if pid in self._of_commands:
+            self._of_commands.add(child)
         if event != EVENT_CLONE and pid in self._scratch:
             self._scratch[child] = self._scratch[pid]
         if child in self._waiting:
@@ -155,6 +158,7 @@ class Tracer:
         former = self._message(pid)
         if former != pid:
             self._forget(former)
+        self._of_commands.add(pid)
         self._scratch.pop(pid, None)
         self._on_return.pop(former, None)  # the new program has no arguments to be put back
         self._request(CONT, pid)
@@ -162,6 +166,7 @@ class Tracer:
     def _forget(self, pid: int) -> None:
         self._threads.discard(pid)
         self._announced.discard(pid)
+        self._of_commands.discard(pid)
         self._scratch.pop(pid, None)
         self._on_return.pop(pid, None)
 
@@ -261,7 +266,8 @@ class Tracer:
         self._resume_until_return(pid, call_again)
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
-        if len(self._threads) < self._max_processes:
+        """Unless there are too many. The server is not bound: it must be able to start what ends them."""
+        if pid not in self._of_commands or len(self._threads) < self._max_processes:
             self._request(CONT, pid)
             return
         self._set(pid, registers, {ORIG_RAX: MASK, RAX: MASK + 1 - EAGAIN})

@@ -8,7 +8,9 @@ what it does in every sandbox; commands come from a child of it, so that they ca
 Runs on the standard library alone, from code that the driver hands over.
 """
 
+import fcntl
 import os
+import resource
 import select
 import sys
 import time
@@ -17,11 +19,14 @@ from dockyard.rollout.sandbox import errands, landlock, seccomp, server
 from dockyard.rollout.sandbox.paths import Paths
 from dockyard.rollout.sandbox.tracer import TRACED, Tracer
 
-PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE = 36, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
+CAPABILITIES = 64
 CHECK_S = 0.5
 SIGKILL = 9
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BLOCK_BYTES = 512
+SPARE_BYTES = 1 << 20
+"""Beyond a task's storage: a download of all of it is one file in memory, with its headers."""
 
 
 class Settings:
@@ -63,6 +68,7 @@ class Settings:
 
 
 def main(settings: Settings, server_socket: int) -> None:
+    os.setsid()  # or Ctrl-C would end it before it has cleaned up
     server.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     make_folder(settings)
     ended, held = os.pipe()
@@ -87,6 +93,7 @@ def make_folder(settings: Settings) -> None:
     os.umask(0o022)
     folder = settings.folder
     os.mkdir(folder, 0o711)
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)  # as long as this process lives
     for name in ("root", "etc", "dev"):
         os.mkdir(f"{folder}/{name}")
     for path in (*settings.folders, *settings.open_folders):
@@ -124,8 +131,8 @@ def watch(settings: Settings, tracer: int, ended: int) -> str | None:
         if memory > settings.max_memory_bytes:
             return f"its processes took more than {settings.max_memory_bytes >> 20} MB of memory"
         if (begin := time.monotonic()) >= next_walk:
-            if used_bytes(settings.folder, settings.storage_bytes) > settings.storage_bytes:
-                return f"its files took more than {settings.storage_bytes >> 20} MB"
+            if used_bytes(settings.folder, most := 2 * settings.storage_bytes) > most:
+                return f"its files took more than {most >> 20} MB"
             next_walk = begin + 20 * (time.monotonic() - begin)
     return None
 
@@ -186,10 +193,10 @@ def trace(settings: Settings, server_socket: int) -> None:
         with open("/proc/self/oom_score_adj", "wb") as file:
             file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
         if settings.user is not None:
-            os.setgroups([])
-            os.setresgid(settings.user, settings.user, settings.user)
-            os.setresuid(settings.user, settings.user, settings.user)
-            server.call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or it could not be traced; Landlock keeps others away
+            become(settings.user)
+        server.call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # and what it traces ends with it
+        largest = settings.storage_bytes + SPARE_BYTES
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         landlock.restrict_files(rules(settings), settings.abi)
         go, begin = os.pipe()
         child = os.fork()
@@ -207,6 +214,16 @@ def trace(settings: Settings, server_socket: int) -> None:
         os.write(2, f"{error}\n".encode())
     finally:
         os._exit(code)
+
+
+def become(user: int) -> None:
+    """A user that owns nothing but the sandbox, for good."""
+    for capability in range(CAPABILITIES):
+        server.call("prctl", PR_CAPBSET_DROP, capability, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    server.call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or it could not be traced; Landlock keeps others away
 
 
 def serve(settings: Settings, server_socket: int) -> None:
