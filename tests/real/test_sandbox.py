@@ -44,6 +44,8 @@ pytestmark = [
 SOURCES = Path(__file__).parents[2] / "src"
 SOLVE = "echo 42 >/app/answer.txt\n"
 COUNT = "set -- /proc/[0-9]*; echo $#"  # of processes, without starting one
+# Of shells. What served an earlier command may still be on its way out, but is none.
+COUNT_SHELLS = 'n=0; for f in /proc/[0-9]*/comm; do read -r c <"$f" && [ "$c" = bash ] && n=$((n + 1)); done; echo $n'
 GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt\n'
 
 
@@ -129,7 +131,7 @@ def processes(marker: str) -> list[Process]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # only against hanging
+    async with asyncio.timeout(600):  # only against hanging
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -153,10 +155,13 @@ async def test_a_reward_between_zero_and_one_arrives_as_it_is(tmp_path: Path):
 
 
 async def test_a_process_that_keeps_rewriting_the_reward_wins_nothing_once_sealed(tmp_path: Path):
-    cheat = "(while :; do echo 1 >/logs/verifier/reward.txt; sleep 0.01; done) >/dev/null 2>&1 &\n"
-    task = write_task(tmp_path, solve=cheat, test=f"{GRADE}sleep 0.2\n")
-    assert reward(await run_trial(task, verifier=None)) == 1.0
-    assert reward(await run_trial(task)) == 0.0
+    pay = "echo 1 >/logs/verifier/mine; mv /logs/verifier/mine /logs/verifier/reward.txt"  # never half written
+    cheat = f"(while :; do {pay}; sleep 0.01; done) >/dev/null 2>&1 &\n"
+    until_paid = "until grep -qx 1 /logs/verifier/reward.txt; do sleep 0.01; done\n"
+    unsealed = write_task(tmp_path / "unsealed", solve=cheat, test=f"{GRADE}{until_paid}")
+    assert reward(await run_trial(unsealed, verifier=None)) == 1.0
+    sealed = write_task(tmp_path / "sealed", solve=cheat, test=f"{GRADE}sleep 0.2\n")
+    assert reward(await run_trial(sealed)) == 0.0
 
 
 async def test_a_separate_verifier_gets_the_artifacts_and_they_are_not_wiped(tmp_path: Path):
@@ -222,12 +227,12 @@ async def test_twenty_commands_at_once_get_their_own_output(tmp_path: Path):
 async def test_a_command_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path, marker: str):
     async with sandbox(tmp_path) as environment:
         command = f"echo begun; (setsid sleep {marker} &); setsid bash -c 'sleep {marker} &'; sleep {marker}"
-        running = asyncio.create_task(environment.exec(command, timeout_sec=1))
+        running = asyncio.create_task(environment.exec(command, timeout_sec=10))
         await until(lambda: [p.command for p in processes(marker)] == [f"sleep {marker} "] * 3)
         result = await running
         assert result.return_code == 124
         assert result.stdout == "begun\n"
-        assert "killed after 1 s" in (result.stderr or "")
+        assert "killed after 10 s" in (result.stderr or "")
         assert processes(marker) == []
         assert (await environment.exec("echo alive")).stdout == "alive\n"
 
@@ -247,7 +252,7 @@ async def test_a_background_process_outlives_its_command_and_ends_with_the_seal(
     async with sandbox(tmp_path) as environment:
         started = time.monotonic()
         assert (await environment.exec(f"sleep {marker} & echo started")).stdout == "started\n"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 100  # which is less than that process sleeps
         assert (await environment.exec(f"pgrep -fx 'sleep {marker}'")).return_code == 0
         await environment.seal()
         assert processes(marker) == []
@@ -257,7 +262,7 @@ async def test_a_background_process_may_go_on_writing_to_the_output_of_its_comma
     noisy = "(for i in $(seq 30); do echo {1..5000}; done; echo survived >/tmp/result) & echo started"
     async with sandbox(tmp_path) as environment:
         assert (await environment.exec(noisy)).stdout is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(600):  # only against hanging
             while (await environment.exec("cat /tmp/result")).stdout != "survived\n":
                 await asyncio.sleep(0.02)
 
@@ -357,16 +362,19 @@ async def test_two_sandboxes_share_nothing(tmp_path: Path, marker: str):
 async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & }; bomb")
-        counts = [int((await environment.exec(COUNT)).stdout or 0) for _ in range(20)]
-        assert 10 < max(counts) < 80  # it went off, and was held
+        counts: list[int] = []
+        async with asyncio.timeout(600):  # only against hanging
+            while len(counts) < 20 or max(counts) <= 10:  # until it has gone off
+                counts.append(int((await environment.exec(COUNT)).stdout or 0))
+        assert max(counts) < 80  # it was held
         await environment.seal()
-        assert (await environment.exec(COUNT)).stdout == "3\n"  # the server, a supervisor, this one
+        assert (await environment.exec(COUNT_SHELLS)).stdout == "1\n"  # this one
 
 
 async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & wait; }; bomb; sleep 9", timeout_sec=1)
-        assert (await environment.exec(COUNT)).stdout == "3\n"
+        assert (await environment.exec(COUNT_SHELLS)).stdout == "1\n"  # this one
 
 
 async def test_the_disk_is_as_large_as_the_task_says(tmp_path: Path):
