@@ -23,7 +23,7 @@ NODE_MODULES = AGENTS / "npm" / "node_modules"
 PORT = 8000
 """Of the gateway, as the CLIs see it. Their loopback is their own, so it is always free."""
 URL = f"http://127.0.0.1:{PORT}"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 1200.0  # only against hanging
 OUT_OF_TIME = 124
 NOWHERE = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}
 """Calls home fail at once; without it codex waits seconds for a name server that it cannot reach."""

@@ -22,6 +22,8 @@ from dockyard.gateway.sessions import AnySession, Recording
 
 TASK = "Write a greeting into hello.txt and check it."
 STORY_END = "thé ou café?\n"
+UNTIL_LAST_WORDS = "for i in $(seq 900); do [ -e last-words ] && break; sleep 0.1; done; sleep 1"
+"""A command that waits for `last_words`, and for as long as they take on their way. Agents end one after 120 s."""
 
 type Start = Callable[[Desk], Awaitable[Ran]]
 type Story = Callable[[Path], list[Say]]
@@ -116,6 +118,16 @@ def terminus_2() -> list[Say]:
         say(done=True),
         say(done=True, thought="That is all."),
     ]
+
+
+def last_words(folder: Path, said: Say) -> Script:
+    """A line after which there is a file in the folder of the agent that works in this one."""
+
+    def speak(_: str) -> Say:
+        (folder / "work" / "last-words").touch()
+        return said
+
+    return speak
 
 
 def aider(_: Path) -> list[Say]:

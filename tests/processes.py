@@ -35,6 +35,14 @@ def wait_until_gone(processes: set[Process]) -> None:
         time.sleep(0.05)
 
 
+def words_of(process: Process) -> set[str]:
+    """Its command line; none when it has ended."""
+    try:
+        return set(Path(f"/proc/{process.pid}/cmdline").read_text().split("\0"))
+    except OSError:
+        return set()
+
+
 def _numbers() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 

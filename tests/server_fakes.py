@@ -5,7 +5,9 @@ Tokens are bytes. An adapter is one number, read from its folder when it is load
 
 import asyncio
 import json
+import socket
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -84,6 +86,8 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        if not self.port:
+            self._take_port()
         app = web.Application(middlewares=[self._guard])
         self.add_routes(app.router)
         app.router.add_get("/v1/models", self._models)
@@ -93,7 +97,14 @@ class FakeServer:
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await self._site.start()
-        self.port = self._runner.addresses[0][1]
+
+    def _take_port(self) -> None:
+        """For good: while the server is down, nobody else is given it."""
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as aiohttp's, which may then listen there too
+        held.bind(("127.0.0.1", 0))
+        weakref.finalize(self, held.close)
+        self.port = held.getsockname()[1]
 
     async def stop_listening(self) -> None:
         """As vLLM when it is told to end: who is connected stays connected, and gets nothing more."""

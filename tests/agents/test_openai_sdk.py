@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agent_stories import open_session, openai_sdk, served
-from gateway_fakes import until
+from gateway_fakes import flights, until, until_noticed
 from openai import AsyncOpenAI
 from scripted_policy import Line, Say, Script, ScriptedEngine, assert_one_segment, lines, tool_call, turn
 from sdk_loop import TOOLS, ask, converse
@@ -29,9 +29,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(script: Script, hold: asyncio.Event | None = None) -> AsyncGenerator[Stage]:
+async def staged(script: Script, hold: asyncio.Event | None = None, grace_s: float = 2) -> AsyncGenerator[Stage]:
     engine = ScriptedEngine(script, hold=hold)
-    async with served(engine, patience=Patience(keep_alive_s=0.1, retry_grace_s=2)) as gateway:
+    async with served(engine, patience=Patience(keep_alive_s=0.1, retry_grace_s=grace_s)) as gateway:
         session = open_session(gateway)
         async with AsyncOpenAI(base_url=gateway.url, api_key=session.key) as client:
             yield Stage(engine, gateway, session, client)
@@ -123,9 +123,17 @@ async def test_an_answer_lost_on_the_way_is_brought_again_and_trained_once():
 
 async def test_a_client_that_loses_patience_and_asks_again_gets_what_is_being_sampled_for_it():
     hold = asyncio.Event()
-    async with staged(lines(*openai_sdk()), hold) as stage:
-        asyncio.get_running_loop().call_later(1.5, hold.set)
-        await converse(stage.client.with_options(timeout=0.4, max_retries=9))
+
+    async def answer_who_comes_back(gateway: Gateway) -> None:
+        await until(lambda: any(flight.num_waiting for flight in flights(gateway)))
+        await until_noticed(gateway)
+        await until(lambda: any(flight.num_waiting for flight in flights(gateway)))
+        hold.set()
+
+    async with staged(lines(*openai_sdk()), hold, grace_s=600) as stage:  # its pauses grow with every try
+        answering = asyncio.create_task(answer_who_comes_back(stage.gateway))
+        await converse(stage.client.with_options(timeout=0.4, max_retries=99))
+        await answering
         recording = stage.gateway.close_session(stage.session)
     assert recording.stats["joined_retries"] >= 1
     assert len(stage.engine.prompts) == 6

@@ -25,7 +25,7 @@ pytestmark = [
 
 WORK = Path("/app")
 WANTED = agent_stories.STORY_END.strip()
-LIMITS = RolloutConfig(agent_timeout_s=180, setup_timeout_s=60)
+LIMITS = RolloutConfig(agent_timeout_s=1200, setup_timeout_s=600)  # only against hanging
 
 
 def aider() -> list[Say]:

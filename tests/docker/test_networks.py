@@ -14,6 +14,10 @@ from dockyard.rollout.site import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
 
+SERVE = """
+python3 -m http.server 8000 >/dev/null 2>&1 &
+until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.1; done
+"""
 PYTHON_CONNECTS = "python3 -c 'import socket,sys; socket.create_connection((sys.argv[1],int(sys.argv[2])),3)' {} {}"
 
 
@@ -48,7 +52,7 @@ async def test_a_public_network_leads_out_and_to_the_gateway_but_not_to_other_co
         async with started(tmp_path / "a", **kwargs) as one, started(tmp_path / "b", **kwargs) as other:
             assert await code_of(one, PYTHON_CONNECTS.format(site.host, listener.getsockname()[1])) == 0
             address = ((await other.exec("hostname -i")).stdout or "").strip()
-            await other.exec("python3 -m http.server 8000 >/dev/null 2>&1 & sleep 1")
+            await other.exec(SERVE)
             assert await code_of(other, PYTHON_CONNECTS.format(address, 8000)) == 0
             assert await code_of(one, PYTHON_CONNECTS.format(address, 8000)) == 1
 

@@ -1,5 +1,6 @@
 """Before grading: what the agent left in its container cannot touch it. And a grading that fails is done again."""
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -96,16 +97,17 @@ async def test_what_the_image_has_in_the_verifiers_folders_is_there_after_the_se
 
 
 async def test_a_compose_task_is_sealed_too_and_its_other_services_stay(tmp_path: Path, dockerfile: str):
+    run = uuid.uuid4().hex
     async with started(
-        tmp_path, files={"docker-compose.yaml": COMPOSE, "Dockerfile": dockerfile}, run="abcd"
+        tmp_path, files={"docker-compose.yaml": COMPOSE, "Dockerfile": dockerfile}, run=run
     ) as environment:
         await environment.service_exec("touch /stays", service="other")
         await environment.exec("touch /tests/trap; sleep 777 >/dev/null 2>&1 &")
         await environment.seal()
         assert (await environment.exec("ls /tests; pgrep -f 'sleep 77[7]'")).stdout == ""
         assert (await environment.service_exec("ls /stays", service="other")).stdout == "/stays\n"
-        assert len(containers_of("abcd")) == 1
-    assert containers_of("abcd") == []
+        assert len(containers_of(run)) == 1
+    assert containers_of(run) == []
 
 
 async def test_a_process_that_keeps_writing_the_reward_does_not_get_it(tmp_path: Path, site: Site):
@@ -118,20 +120,22 @@ async def test_a_grading_that_fails_is_done_once_more(tmp_path: Path, site: Site
 
 
 async def test_a_grading_that_hangs_is_done_once_more(tmp_path: Path, site: Site):
-    assert reward_of(await run_trial(tmp_path, site, test=GRADE_THE_SECOND_TIME % "sleep 600", timeout_s=4)) == 1
+    assert reward_of(await run_trial(tmp_path, site, test=GRADE_THE_SECOND_TIME % "sleep 600", timeout_s=15)) == 1
 
 
 @pytest.mark.parametrize(
-    ("test", "error"),
+    ("test", "error", "timeout_s"),
     [
-        ("true", "RewardFileNotFoundError"),
-        (": >/logs/verifier/reward.txt", "RewardFileEmptyError"),
-        ("echo nan >/logs/verifier/reward.txt", "VerifierOutputParseError"),
-        ("sleep 600", "VerifierTimeoutError"),
+        ("true", "RewardFileNotFoundError", None),
+        (": >/logs/verifier/reward.txt", "RewardFileEmptyError", None),
+        ("echo nan >/logs/verifier/reward.txt", "VerifierOutputParseError", None),
+        ("sleep 600", "VerifierTimeoutError", 2),
     ],
 )
-async def test_a_grading_that_fails_twice_is_a_failure(tmp_path: Path, site: Site, test: str, error: str):
-    result = await run_trial(tmp_path, site, test=f"echo >>/count\n{test}", timeout_s=2)
+async def test_a_grading_that_fails_twice_is_a_failure(
+    tmp_path: Path, site: Site, test: str, error: str, timeout_s: float | None
+):
+    result = await run_trial(tmp_path, site, test=f"echo >>/count\n{test}", timeout_s=timeout_s)
     assert result.exception_info is not None
     assert result.exception_info.exception_type == error
 

@@ -14,7 +14,7 @@ from gateway_fakes import write_model
 
 from dockyard.backends.slime.models import MODELS
 
-PATIENCE_S = 180
+PATIENCE_S = 1200  # only against hanging
 TRAIN = """
 import json, os, signal, subprocess, sys
 names = ("PYTHONPATH", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "CUDA_DEVICE_MAX_CONNECTIONS")

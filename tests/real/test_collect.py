@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer, write_model
-from processes import alive, descendants
+from processes import alive, descendants, wait_until_gone
 from server_fakes import FakeHosted, FakeVLLM, served, write_adapter
 
 from dockyard import HarborConfig, HarborRolloutGenerator
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning"
 
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())"]
 ORACLE = ("--tasks.source", "demo", "--agent", "oracle")
+PATIENCE_S = 600  # only against hanging
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,12 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def tasks(tmp_path: Path) -> Path:
     write_demo_tasks(tmp_path / "demo", num_train=4, num_heldout=4)
     return tmp_path / "demo" / "train"
+
+
+def has_begun(run: str) -> bool:
+    """Whether something is recorded. The file alone may still be empty."""
+    file = Path(run, "rollouts", f"{ROLLOUTS}.jsonl")
+    return file.exists() and file.read_bytes().endswith(b"\n")
 
 
 def attempts(run: str, phase: str = ROLLOUTS) -> list[tuple[str, int]]:
@@ -67,14 +74,14 @@ def test_rollouts_are_made_without_training_a_model_or_torch(verb: list[str], ca
 def test_no_torch_is_loaded_where_no_model_is():
     words = ["rollout", *ORACLE, "--num-tasks", "1", "--grpo.group_size", "2"]
     code = f"import sys; from dockyard.cli import main; main({words!r}); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "False\n", done.stderr
 
 
 def test_a_killed_run_is_taken_up_and_nothing_is_made_twice(capsys: pytest.CaptureFixture[str]):
     words = [*COMMAND, "rollout", *ORACLE, "--num-tasks=6", "--rollout.concurrency=1", "--run_dir=mine"]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
-        while not Path("mine/rollouts/rollouts.jsonl").exists():
+        while not has_begun("mine"):
             time.sleep(0.01)
             assert process.poll() is None
         process.kill()
@@ -89,10 +96,11 @@ def test_a_killed_run_is_taken_up_and_nothing_is_made_twice(capsys: pytest.Captu
 def test_a_signal_stops_rollouts_and_says_how_to_go_on():
     words = [*COMMAND, "rollout", *ORACLE, "--rollout.concurrency=1", "--run_dir=mine"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        while not Path("mine/rollouts/rollouts.jsonl").exists():
+        while not has_begun("mine"):
             time.sleep(0.01)
+            assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert err.endswith("stopped; `dockyard rollout --resume mine` continues\n")
 
@@ -262,7 +270,9 @@ async def test_a_harbor_run_that_is_cancelled_is_ended_with_all_it_started(task:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert slow not in processes()
+    async with asyncio.timeout(PATIENCE_S):
+        while slow in processes():  # a Harbor that had to be killed does not wait for the end of its sandbox
+            await asyncio.sleep(0.1)
 
 
 def test_a_run_that_is_killed_leaves_no_harbor_run_behind(tasks: Path):
@@ -276,11 +286,7 @@ def test_a_run_that_is_killed_leaves_no_harbor_run_behind(tasks: Path):
         started = descendants(process.pid)
         process.kill()
     try:
-        for _ in range(300):
-            if not alive(started):
-                break
-            time.sleep(0.1)
-        assert alive(started) == set()
+        wait_until_gone(started)
     finally:
         for left in alive(started):
             os.kill(left.pid, signal.SIGKILL)

@@ -158,8 +158,10 @@ def test_the_server_speaks_its_dialects_with_the_adapter_that_it_was_deployed_wi
     vllm = commands / "vllm"
     vllm.write_text(FAKE_VLLM.format(python=sys.executable, tests=str(ROOT / "tests"), loaded=str(loaded)))
     vllm.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's: it may listen where this only stands
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     environment = os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "MODAL_STAND_IN": str(tmp_path),
@@ -188,6 +190,7 @@ def test_the_server_speaks_its_dialects_with_the_adapter_that_it_was_deployed_wi
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        held.close()
 
 
 def test_a_server_without_a_key_says_how_to_give_it_one(tmp_path: Path):

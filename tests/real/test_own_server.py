@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import aiohttp
 import pytest
-from processes import Process, descendants, wait_until_gone
+from processes import Process, descendants, wait_until_gone, words_of
 from server_fakes import WANTED, write_adapter
 
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
@@ -61,13 +61,6 @@ async def test_a_server_is_asked_once_it_answers_takes_adapters_and_is_gone_afte
 def fakes(folder: Path) -> set[Process]:
     """The processes of this test's server, among all that the tests have started."""
     return {process for process in descendants(os.getpid()) if {str(SCRIPT), str(folder)} <= words_of(process)}
-
-
-def words_of(process: Process) -> set[str]:
-    try:
-        return set(Path(f"/proc/{process.pid}/cmdline").read_text().split("\0"))
-    except OSError:  # it has ended
-        return set()
 
 
 async def test_an_older_vllm_is_started_without_the_option_it_does_not_know(tmp_path: Path):

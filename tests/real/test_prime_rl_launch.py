@@ -38,7 +38,7 @@ def run(*words: str | Path, checkout: Path | None = None, folder: Path = ROOT) -
     programs = checkout / ".venv" / "bin" if checkout else "/nowhere"
     command = [sys.executable, *map(str, words)]
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 def told(checkout: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from harbor import (
 from harbor.environments.base import SandboxBuildFailedError
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
-from processes import descendants
+from processes import Process, descendants
 
 from dockyard.rollout.faults import SandboxDiedError
 from dockyard.rollout.output import Output
@@ -46,9 +46,6 @@ pytestmark = [
 
 SOURCES = Path(__file__).parents[2] / "src"
 SOLVE = "echo 42 >/app/answer.txt\n"
-COUNT = "set -- /proc/[0-9]*; echo $#"  # of processes, without starting one
-JUST_ONE_COMMAND = {"namespaces": 3, "landlock": 5}
-"""Processes while one runs: itself, its supervisor, the server, and the starter of commands and the tracer, if any."""
 GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/reward.txt\n'
 
 
@@ -130,21 +127,21 @@ def reward(result: TrialResult) -> float:
 
 
 @dataclass(frozen=True)
-class Process:
-    """One that the host sees."""
+class Seen:
+    """A process that the host sees."""
 
     command: str
     user: int
 
 
-def processes(marker: str) -> list[Process]:
+def processes(marker: str) -> list[Seen]:
     """Those in sandboxes whose command line contains the marker."""
-    found: list[Process] = []
+    found: list[Seen] = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             if marker in command and "python" not in command:
-                found.append(Process(command, path.stat().st_uid))
+                found.append(Seen(command, path.stat().st_uid))
     return found
 
 
@@ -159,20 +156,20 @@ def with_marker(marker: str) -> list[str]:
     return [path.name for path in Path("/proc").glob("[0-9]*") if has_it(path)]
 
 
-async def count(environment: SandboxEnvironment) -> int:
-    """Of processes in the sandbox, while it runs a command."""
-    if Current.mechanism == "namespaces":
-        return int((await environment.exec(COUNT)).stdout or 0)
+def inside(environment: SandboxEnvironment) -> set[Process]:
+    """The processes of a sandbox, as the host sees them."""
     assert environment._sandbox is not None
-    running = asyncio.create_task(environment.exec("sleep 1"))
-    await asyncio.sleep(0.5)
-    number = len(descendants(environment._sandbox._process.pid))
-    await running
-    return number
+    return descendants(environment._sandbox._process.pid)
+
+
+def shells(environment: SandboxEnvironment) -> int:
+    """What served an earlier command may still be on its way out, but is no shell."""
+    names = [Path(f"/proc/{process.pid}/comm") for process in inside(environment)]
+    return sum(name.exists() and name.read_text() == "bash\n" for name in names)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # only against hanging
+    async with asyncio.timeout(600):  # only against hanging
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -196,10 +193,13 @@ async def test_a_reward_between_zero_and_one_arrives_as_it_is(tmp_path: Path):
 
 
 async def test_a_process_that_keeps_rewriting_the_reward_wins_nothing_once_sealed(tmp_path: Path):
-    cheat = "(while :; do echo 1 >/logs/verifier/reward.txt; sleep 0.01; done) >/dev/null 2>&1 &\n"
-    task = write_task(tmp_path, solve=cheat, test=f"{GRADE}sleep 0.2\n")
-    assert reward(await run_trial(task, verifier=None)) == 1.0
-    assert reward(await run_trial(task)) == 0.0
+    pay = "echo 1 >/logs/verifier/mine; mv /logs/verifier/mine /logs/verifier/reward.txt"  # never half written
+    cheat = f"(while :; do {pay}; sleep 0.01; done) >/dev/null 2>&1 &\n"
+    until_paid = "until grep -qx 1 /logs/verifier/reward.txt; do sleep 0.01; done\n"
+    unsealed = write_task(tmp_path / "unsealed", solve=cheat, test=f"{GRADE}{until_paid}")
+    assert reward(await run_trial(unsealed, verifier=None)) == 1.0
+    sealed = write_task(tmp_path / "sealed", solve=cheat, test=f"{GRADE}sleep 0.2\n")
+    assert reward(await run_trial(sealed)) == 0.0
 
 
 async def test_a_separate_verifier_gets_the_artifacts_and_they_are_not_wiped(tmp_path: Path):
@@ -266,12 +266,12 @@ async def test_twenty_commands_at_once_get_their_own_output(tmp_path: Path):
 async def test_a_command_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path, marker: str):
     async with sandbox(tmp_path) as environment:
         command = f"echo begun; (setsid sleep {marker} &); setsid bash -c 'sleep {marker} &'; sleep {marker}"
-        running = asyncio.create_task(environment.exec(command, timeout_sec=1))
+        running = asyncio.create_task(environment.exec(command, timeout_sec=10))
         await until(lambda: [p.command for p in processes(marker)] == [f"sleep {marker} "] * 3)
         result = await running
         assert result.return_code == 124
         assert result.stdout == "begun\n"
-        assert "killed after 1 s" in (result.stderr or "")
+        assert "killed after 10 s" in (result.stderr or "")
         assert processes(marker) == []
         assert (await environment.exec("echo alive")).stdout == "alive\n"
 
@@ -291,7 +291,7 @@ async def test_a_background_process_outlives_its_command_and_ends_with_the_seal(
     async with sandbox(tmp_path) as environment:
         started = time.monotonic()
         assert (await environment.exec(f"sleep {marker} & echo started")).stdout == "started\n"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 100  # which is less than that process sleeps
         assert (await environment.exec(f"pgrep -fx 'sleep {marker}'")).return_code == 0
         await environment.seal()
         assert processes(marker) == []
@@ -301,7 +301,7 @@ async def test_a_background_process_may_go_on_writing_to_the_output_of_its_comma
     noisy = "(for i in $(seq 30); do echo {1..5000}; done; echo survived >/tmp/result) & echo started"
     async with sandbox(tmp_path) as environment:
         assert (await environment.exec(noisy)).stdout is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(600):  # only against hanging
             while (await environment.exec("cat /tmp/result")).stdout != "survived\n":
                 await asyncio.sleep(0.02)
 
@@ -460,19 +460,25 @@ async def test_two_sandboxes_share_nothing(tmp_path: Path, marker: str):
         assert (await b.exec("cat /app/x")).stdout == "b\n"
 
 
-async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path, mechanism: str):
+async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & }; bomb")
-        counts = [await count(environment) for _ in range(20)]
-        assert 10 < max(counts) < 80  # it went off, and was held
+        counts: list[int] = []
+        async with asyncio.timeout(600):  # only against hanging
+            while len(counts) < 20 or max(counts) <= 10:  # until it has gone off
+                counts.append(len(inside(environment)))
+                await asyncio.sleep(0.02)
+        assert max(counts) < 80  # it was held
         await environment.seal()
-        assert await count(environment) == JUST_ONE_COMMAND[mechanism]
+        assert shells(environment) == 0
+        assert (await environment.exec("echo alive")).stdout == "alive\n"
 
 
-async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path, mechanism: str):
+async def test_a_fork_bomb_that_runs_out_of_time_is_killed_whole(tmp_path: Path):
     async with sandbox(tmp_path, max_processes=64) as environment:
         await environment.exec("bomb() { bomb | bomb & wait; }; bomb; sleep 9", timeout_sec=1)
-        assert await count(environment) == JUST_ONE_COMMAND[mechanism]
+        assert shells(environment) == 0
+        assert (await environment.exec("echo alive")).stdout == "alive\n"
 
 
 async def test_the_disk_is_as_large_as_the_task_says(tmp_path: Path):

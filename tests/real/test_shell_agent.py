@@ -103,7 +103,7 @@ async def test_a_verifier_without_a_reward_counts_as_zero(tmp_path: Path):
 
 
 async def test_an_agent_out_of_time_keeps_its_reward(tmp_path: Path):
-    limits = RolloutConfig(agent_timeout_s=2)
+    limits = RolloutConfig(agent_timeout_s=12)  # enough for what comes before it sleeps, also on a busy machine
     slow = Said("```bash\necho hi > hello.txt; sleep 60\n```")
     rollout = await rollout_of(FakeEngine([slow]), tmp_path, limits=limits)
     assert rollout.failure is not None
@@ -111,7 +111,7 @@ async def test_an_agent_out_of_time_keeps_its_reward(tmp_path: Path):
 
 
 async def test_a_rollout_out_of_time_is_cut_and_counts_as_zero(tmp_path: Path):
-    limits = RolloutConfig(total_timeout_s=2)
+    limits = RolloutConfig(total_timeout_s=12)  # its command must have begun by then
     rollout = await rollout_of(FakeEngine([Said("```bash\nsleep 60\n```")]), tmp_path, limits=limits)
     assert rollout.failure is not None
     assert (rollout.reward, rollout.failure.cause) == (0.0, "rollout_timeout")

@@ -4,7 +4,7 @@
 """
 
 import asyncio
-import threading
+import time
 from argparse import Namespace
 from collections.abc import Generator
 from itertools import count, groupby
@@ -209,11 +209,12 @@ def test_with_one_update_of_staleness_nothing_begins_before_slime_asks(bench: Be
 
 
 def _appears(folder: Path, pattern: str) -> bool:
-    for _ in range(6000):
-        if list(folder.glob(pattern)):
-            return True
-        threading.Event().wait(0.01)
-    return False
+    deadline = time.monotonic() + 600  # only against hanging
+    while not list(folder.glob(pattern)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def test_filters_beside_our_own_rollout_function_are_refused(bench: Bench):

@@ -130,7 +130,8 @@ def begin_and_stop(number: int) -> subprocess.Popen[str]:
     write_demo_tasks(Path("demo"), num_train=12, num_heldout=4)
     words = ["tasks", "check", "demo/train", "--concurrency=1", "--run_dir=mine", "--report=r.json", "--keep=out"]
     process = subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE, text=True)
-    while not Path("mine/rollouts/rollouts.jsonl").exists():
+    file = Path("mine/rollouts/rollouts.jsonl")
+    while not (file.exists() and file.read_bytes().endswith(b"\n")):
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(number)
@@ -156,7 +157,7 @@ def test_a_killed_check_is_taken_up_and_nothing_is_run_twice(capsys: pytest.Capt
 
 def test_a_signal_stops_a_check_and_says_how_to_go_on():
     with begin_and_stop(signal.SIGINT) as process:
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=600)  # only against hanging
     assert process.returncode == 130
     assert err.endswith("stopped; `dockyard tasks check --resume mine` continues\n")
 

@@ -1,5 +1,6 @@
 """A real run whose rollouts go on while the policy learns: no token is older than allowed, and some are old."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from dockyard.cli import main
 from dockyard.run_dir import RunDir, step_phase
 from dockyard.trainer import loop
 from dockyard.trainer.heldout import Heldout
+from dockyard.types import Group
 
 # A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
 TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
@@ -54,6 +56,21 @@ def ages(folder: Path) -> dict[int, set[int]]:
     return found
 
 
+@pytest.fixture
+def late_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy does not learn before a rollout of the next step is there, however slow rollouts are."""
+    update = loop.PublishedPolicy.update
+
+    async def wait_and_update(learner: loop.PublishedPolicy, groups: tuple[Group, ...]) -> dict[str, float]:
+        early = learner.run.rollouts_file(step_phase(learner.version + 1))
+        while learner.config.rollout.max_staleness and learner.version + 1 < STEPS and not early.exists():
+            await asyncio.sleep(0.01)
+        return await update(learner, groups)
+
+    monkeypatch.setattr(loop.PublishedPolicy, "update", wait_and_update)
+
+
+@pytest.mark.usefixtures("late_updates")
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_no_token_is_older_than_allowed_and_some_are_old(tmp_path: Path, max_staleness: int):
     assert main(["train", *settings(tmp_path, max_staleness)]) == 0

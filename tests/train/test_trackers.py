@@ -66,6 +66,7 @@ def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     wandb.teardown()  # what another test's settings have left
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "600")  # for its service process to start; only against hanging
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     yield
     wandb.teardown()  # ends its service process

@@ -399,7 +399,7 @@ def clean(folder: Path, restored: list[str], kept: list[str]) -> str:
     (folder / "lists" / "replaced").write_text("".join(f"{name}\n" for name in restored))
     (folder / "lists" / "kept").write_text("".join(f"{name}\n" for name in kept))
     command = [sys.executable, "-I", clean_up.__file__, "../lists/replaced", "../lists/kept"]
-    return subprocess.run(command, cwd=folder / "code", capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, cwd=folder / "code", capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 STEERING = (
@@ -503,7 +503,7 @@ def test_results_of_pytest_come_exactly_from_our_plugin(tmp_path: Path):
         cwd=tmp_path,
         env=environment,
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     report = grade.passed_by_report((tmp_path / "report").read_text().splitlines())
     good = [

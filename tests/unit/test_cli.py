@@ -22,6 +22,7 @@ from dockyard.errors import DockyardError
 from dockyard.run_dir import RunDir
 
 DEMO = ("--tasks.source", "demo")
+PATIENCE_S = 600  # only against hanging
 
 
 @dataclass(slots=True)
@@ -242,7 +243,7 @@ def test_a_reader_that_leaves_early_is_no_error():
         assert process.stderr
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 WAIT_SYNC = """
@@ -278,7 +279,7 @@ async def work():
         await asyncio.sleep(60)
     finally:
         print("stuck", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 def training(config, *, run_dir):
     interrupt.run(work())
 """
@@ -315,7 +316,7 @@ def start(training: str, folder: Path) -> subprocess.Popen[str]:
 def test_the_first_signal_stops_cleanly(tmp_path: Path, training: str, number: signal.Signals):
     with start(training, tmp_path) as process:
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (130, "cleaned up\n")
     assert err == "stopped; `dockyard train --resume mine` continues\n"
 
@@ -329,9 +330,9 @@ def test_the_second_signal_ends_the_process_at_once(tmp_path: Path, number: sign
         assert process.stdout.readline() == "stuck\n"
         began = time.monotonic()
         process.send_signal(number)
-        process.wait(30)
+        process.wait(PATIENCE_S)
     assert process.returncode == -number
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 300  # long before what it is stuck in
 
 
 @pytest.mark.real
@@ -340,7 +341,7 @@ def test_errors_are_coloured_on_a_terminal_unless_no_color_is_set(no_color: str,
     ours, theirs = pty.openpty()
     script = "import sys; from dockyard.cli import main; sys.exit(main(['trian']))"
     environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm-256color"}
-    done = subprocess.run([sys.executable, "-c", script], stderr=theirs, env=environment, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], stderr=theirs, env=environment, timeout=PATIENCE_S)
     os.close(theirs)
     shown = os.read(ours, 4096).decode()
     os.close(ours)
@@ -376,7 +377,9 @@ def test_training_without_torch_is_refused_before_a_folder_is_made(tmp_path: Pat
         "import sys; sys.modules.update(torch=None, transformers=None, peft=None); from dockyard.cli import main; "
         "sys.exit(main(['train', '--tasks.source=demo', '--run_dir=mine']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 1
     assert "training needs `torch`, which is not installed" in done.stderr
     assert not (tmp_path / "mine").exists()

@@ -313,13 +313,13 @@ def test_the_versions_asked_for_are_those_we_are_installed_with():
 
 def test_a_command_that_hangs_is_ended_in_time_with_its_children():
     start = time.monotonic()
-    assert Machine(timeout_s=0.2).run(["sh", "-c", "sleep 30 & sleep 30"]) == Ran(code=None)
-    assert time.monotonic() - start < 5
+    assert Machine(timeout_s=0.2).run(["sh", "-c", "sleep 600 & sleep 600"]) == Ran(code=None)
+    assert time.monotonic() - start < 300  # its children would hold its output open
 
 
 def test_a_command_s_code_and_output_are_kept_apart():
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    assert Machine().run([sys.executable, "-c", code]) == Ran(code=3, output="out", error="err")
+    assert Machine(timeout_s=600).run([sys.executable, "-c", code]) == Ran(code=3, output="out", error="err")
 
 
 def test_room_is_measured_where_a_folder_will_be_made(tmp_path: Path):
@@ -336,7 +336,7 @@ def test_the_cache_folder_is_the_user_s_choice(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_real_sandbox_is_tried_and_agrees_with_its_own_check():
-    found = Machine().sandbox()
+    found = Machine(timeout_s=600).sandbox()
     problem = check_sandbox()
     if problem:
         assert found == Problem(message=problem.message, hint=problem.hint)

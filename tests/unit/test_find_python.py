@@ -40,7 +40,7 @@ def find_python(path: Path, home: Path, pyenv_root: Path | None = None) -> str:
     env = {"PATH": str(path), "HOME": str(home)}
     if pyenv_root:
         env["PYENV_ROOT"] = str(pyenv_root)
-    done = subprocess.run(["sh", str(FIND_PYTHON)], env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["sh", str(FIND_PYTHON)], env=env, capture_output=True, text=True, timeout=600)
     return done.stdout.strip()
 
 

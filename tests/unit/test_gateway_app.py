@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until
+from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_noticed, until_sampled
 
 from dockyard.engine import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.app import BODY_LIMIT, Gateway, Patience
@@ -41,10 +41,15 @@ class Client:
     async def say(self, *messages: dict[str, Any]) -> str:
         return (await self.ask(*messages))[1]["choices"][0]["message"]["content"]
 
-    async def stream(self, **fields: Any) -> tuple[int, list[str]]:
-        async with self.post(USER, stream=True, **fields) as response:
-            lines = (await response.text()).split("\n\n")
-            return response.status, [line.removeprefix("data: ") for line in lines if line]
+    async def stream(self, first: int, then: asyncio.Event) -> tuple[int, list[str]]:
+        """All events of a stream; when the first of them are there, `then` is set."""
+        lines: list[str] = []
+        async with self.post(USER, stream=True) as response:
+            async for line in response.content:
+                lines += [line.decode().strip().removeprefix("data: ")] if line.strip() else []
+                if len(lines) == first:
+                    then.set()
+            return response.status, lines
 
     def close(self) -> Recording:
         return self.gateway.close_session(self.session)
@@ -108,13 +113,9 @@ async def test_a_stream_is_recorded_before_it_ends():
 
 async def test_a_slow_engine_is_bridged_with_empty_chunks():
     engine = FakeEngine([Said("ls")], hold=asyncio.Event())
+    assert engine.hold is not None
     async with one_client(engine, keep_alive_s=0.01) as client:
-        task = asyncio.create_task(client.stream())
-        await until(lambda: len(engine.requests) == 1)
-        await asyncio.sleep(0.1)
-        assert engine.hold is not None
-        engine.hold.set()
-        status, lines = await task
+        status, lines = await client.stream(3, then=engine.hold)
     chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
     empty = [chunk for chunk in chunks if not chunk["delta"] and chunk["finish_reason"] is None]
     assert (status, lines[-1]) == (200, "[DONE]")
@@ -234,13 +235,9 @@ async def test_an_engine_failure_is_a_502_and_on_the_record(stream: bool):
 @pytest.mark.parametrize("line", [RuntimeError("gone"), ContextOverflow(prompt_tokens=9, context_length=8)])
 async def test_a_failure_after_the_stream_began_is_an_event(line: Exception | ContextOverflow):
     engine = FakeEngine([line], hold=asyncio.Event())
+    assert engine.hold is not None
     async with one_client(engine, keep_alive_s=0.01) as client:
-        task = asyncio.create_task(client.stream())
-        await until(lambda: len(engine.requests) == 1)
-        await asyncio.sleep(0.05)
-        assert engine.hold is not None
-        engine.hold.set()
-        status, lines = await task
+        status, lines = await client.stream(1, then=engine.hold)
     assert status == 200
     assert json.loads(lines[-1])["error"]["code"] in ("engine_failure", "context_length_exceeded")
 
@@ -275,9 +272,9 @@ async def test_an_answer_that_the_agent_does_not_take_is_not_trained(stream: boo
             f"Authorization: Bearer {client.session.key}\r\n\r\n{body}".encode()
         )
         await until(lambda: len(engine.generations) == 1)
-        await asyncio.sleep(0.1)
+        await until_sampled(client.gateway)
         writer.transport.abort()
-        await asyncio.sleep(0.2)
+        await until_noticed(client.gateway)
         recording = client.close()
     assert (recording.segments, recording.stats["undelivered"]) == ((), 1)
 

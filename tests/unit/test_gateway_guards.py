@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from gateway_fakes import IM_END, FakeEngine, Said, tiny_renderer, until
+from gateway_fakes import IM_END, FakeEngine, Said, tiny_renderer, until, until_noticed, until_sampled
 from tool_templates import BASH, HERMES, XML, renderer_of
 
 from dockyard.engine import GenerateRequest, Generation
@@ -130,11 +130,10 @@ async def test_an_answer_that_is_ready_after_its_agent_hung_up_is_not_trained_wh
         task = asyncio.create_task(http.post(f"{gateway.url}/chat/completions", json=body, headers=headers))
         await until(lambda: len(engine.requests) == 1)
         task.cancel()
-        await asyncio.sleep(0.1)
+        await until_noticed(gateway)
         assert engine.hold is not None
         engine.hold.set()
-        await until(lambda: len(engine.generations) == 1)
-        await asyncio.sleep(0.05)
+        await until_sampled(gateway)
         recording = gateway.close_session(session)
     await gateway.close()
     assert (recording.segments, recording.stats["undelivered"]) == ((), 1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from gateway_fakes import FakeEngine, Said, tiny_renderer, until
+from gateway_fakes import FakeEngine, Said, flights, tiny_renderer, until, until_noticed, until_sampled
 from raw_http import RawAnswer, RawRequest, exchange
 
 from dockyard.gateway.app import Gateway, Patience
@@ -21,6 +21,7 @@ ROUTES = {
     "/v1/responses": {"input": [USER]},
 }
 RETRY = ("x-stainless-retry-count", "1")
+GRACE_S = 50.0  # far longer than any test takes
 
 
 class Client:
@@ -52,23 +53,29 @@ class Client:
         writer.write(self.request().data())
         await until(lambda: len(self.engine.requests) > num_requests)
         writer.transport.abort()
-        await asyncio.sleep(0.05)  # for the server to notice
+        await until_noticed(self.gateway)
         del reader
 
     async def release(self) -> None:
         """Let the engine finish what it was asked."""
         assert self.engine.hold is not None
         self.engine.hold.set()
-        await until(lambda: len(self.engine.generations) == len(self.engine.requests))
-        await asyncio.sleep(0.01)
+        await until_sampled(self.gateway)
+
+    async def outlast_grace(self) -> None:
+        """As if so much time had passed that nobody is expected to ask again."""
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        setattr(loop, "time", lambda: now() + GRACE_S)  # noqa: B010 - no type allows it
+        await asyncio.sleep(0.01)  # what was due before this is over
 
     def close(self) -> Recording:
         return self.gateway.close_session(self.session)
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, path: str, *, stream: bool, grace_s: float = 5.0) -> AsyncIterator[Client]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=grace_s))
+async def serving(engine: FakeEngine, path: str, *, stream: bool) -> AsyncIterator[Client]:
+    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=GRACE_S))
     await gateway.start()
     yield Client(gateway, engine, path, stream=stream)
     await gateway.close()
@@ -95,7 +102,7 @@ async def test_a_request_repeated_while_the_engine_works_gets_the_answer_under_w
     async with serving(engine := FakeEngine([LS]), path, stream=stream) as client:
         await client.hang_up()
         second = asyncio.create_task(client.ask())
-        await asyncio.sleep(0.05)
+        await until(lambda: flights(client.gateway)[0].num_waiting == 1)
         await client.release()
         answer = await second
         recording = client.close()
@@ -106,15 +113,15 @@ async def test_a_request_repeated_while_the_engine_works_gets_the_answer_under_w
 
 
 @everywhere
-@pytest.mark.parametrize("grace_s", [5.0, 0.2])
+@pytest.mark.parametrize("late", [False, True])
 async def test_an_answer_that_was_finished_for_nobody_is_brought_to_whoever_asks_again(
-    path: str, stream: bool, grace_s: float
+    path: str, stream: bool, late: bool
 ):
-    async with serving(engine := FakeEngine([LS]), path, stream=stream, grace_s=grace_s) as client:
+    async with serving(engine := FakeEngine([LS]), path, stream=stream) as client:
         await client.hang_up()
         await client.release()
-        if grace_s < 1:  # given up by then, and marked as lost
-            await asyncio.sleep(grace_s + 0.1)
+        if late:  # given up by then, and marked as lost
+            await client.outlast_grace()
         answer = await client.ask()
         recording = client.close()
     assert b"ls -l" in answer.body
@@ -123,10 +130,10 @@ async def test_an_answer_that_was_finished_for_nobody_is_brought_to_whoever_asks
 
 
 async def test_an_answer_that_nobody_asks_for_again_is_not_trained():
-    async with serving(engine := FakeEngine([LS]), "/v1/messages", stream=True, grace_s=0.1) as client:
+    async with serving(engine := FakeEngine([LS]), "/v1/messages", stream=True) as client:
         await client.hang_up()
         await client.release()
-        await asyncio.sleep(0.2)
+        await client.outlast_grace()
         recording = client.close()
     assert outcome(engine, recording) == (1, 0, 0, 0)
     assert recording.stats["undelivered"] == 1
@@ -180,7 +187,7 @@ async def test_the_same_request_twice_at_once_is_two_calls_unless_one_says_it_is
         tasks = [asyncio.create_task(client.ask()) for _ in range(2)]
         await until(lambda: len(engine.requests) == 2)
         tasks.append(asyncio.create_task(client.ask(RETRY)))
-        await asyncio.sleep(0.05)
+        await until(lambda: sum(flight.num_waiting for flight in flights(client.gateway)) == 2)
         await client.release()
         bodies = [(await task).body for task in tasks]
         recording = client.close()

@@ -134,7 +134,7 @@ def test_torch_is_imported_only_where_allowed():
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_importing_loads_no_torch(module: str):
     code = f"import sys, {module}; print(sorted({TORCH!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -199,7 +199,7 @@ except DockyardError as error:
     print(error.message, error.hint, sep="|")
 """
     file = tmp_path / "lines"
-    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=600)
     message, hint = done.stdout.strip().split("|")
     assert message == f"cannot write `{file}`: File too large"
     assert "--resume" in hint

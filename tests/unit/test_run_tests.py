@@ -79,7 +79,7 @@ def test_a_setup_that_fails_is_a_failure_and_no_test_runs(script: Any, capsys: p
 def test_a_group_without_a_setup_does_not_wait_for_the_setup_of_another(script: Any, tmp_path: Path):
     mark = tmp_path / "ran"
     waits = group(
-        script, "waits", "true", setup=(f"for i in $(seq 300); do [ -e {mark} ] && exit; sleep 0.1; done; false",)
+        script, "waits", "true", setup=(f"for i in $(seq 6000); do [ -e {mark} ] && exit; sleep 0.1; done; false",)
     )
     assert script.main([waits, group(script, "runs", f"touch {mark}")]) == 0
 

@@ -293,11 +293,12 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "openai"])
 async def test_a_server_that_does_not_answer_is_named(engine: str, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    chosen = options("--engine", engine, "--engine-url", url, "--port", "0", model=model_folder(tmp_path))
-    with pytest.raises(DockyardError, match="does not answer") as refused:
-        await keep_serving(chosen, find(chosen), print)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody else gets this port, and nobody listens there
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        chosen = options("--engine", engine, "--engine-url", url, "--port", "0", model=model_folder(tmp_path))
+        with pytest.raises(DockyardError, match="does not answer") as refused:
+            await keep_serving(chosen, find(chosen), print)
     assert url in refused.value.message
 
 

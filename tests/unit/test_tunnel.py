@@ -1,12 +1,14 @@
 """Tunnels are commands: here, small forwarders on loopback."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 from gateway_fakes import FakeEngine, tiny_renderer
+from processes import descendants, wait_until_gone, words_of
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.app import Gateway
@@ -55,6 +57,10 @@ async def test_the_url_behind_which_the_gateway_answers_is_the_tunnels_and_it_en
         headers = {"Authorization": f"Bearer {session.key}"}
         async with aiohttp.ClientSession(headers=headers) as client, client.get(f"{url}/v1/models") as response:
             assert response.status == 200
+        script = f"{tmp_path}/forward.py"
+        started = {one for one in descendants(os.getpid()) if any(script in word for word in words_of(one))}
+    assert len(started) == 2  # the shell and its child
+    wait_until_gone(started)
     async with aiohttp.ClientSession() as client:
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.get(url)
@@ -76,7 +82,7 @@ def ending(folder: Path) -> str:
 
 async def test_a_tunnel_that_ends_in_the_middle_ends_the_block_with_an_error(gateway: Gateway, tmp_path: Path):
     async def hold() -> None:
-        async with asyncio.timeout(20), open_tunnel(command, gateway.port):
+        async with asyncio.timeout(600), open_tunnel(command, gateway.port):  # only against hanging
             (tmp_path / "end").touch()
             await asyncio.sleep(600)
 
@@ -98,11 +104,11 @@ async def test_who_cancels_a_block_whose_tunnel_has_ended_is_heard(gateway: Gate
                 await asyncio.sleep(600)
             finally:
                 ended.set()
-                await asyncio.sleep(5)
+                await asyncio.sleep(600)
 
     ended = asyncio.Event()
     holding = asyncio.create_task(hold())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):  # only against hanging
         await ended.wait()
         holding.cancel()
         with pytest.raises(asyncio.CancelledError):
