@@ -90,9 +90,8 @@ class Tracer:
         self._ours, self._theirs = Vector(), Vector()
         self._ours_at, self._theirs_at = ctypes.addressof(self._ours), ctypes.addressof(self._theirs)
         self._threads: set[int] = set()
-        self._of_commands: set[int] = set()
-        self._waiting: set[int] = set()  # began before their parent has told of them
-        self._announced: set[int] = set()
+        self._servers: set[int] = set()
+        """What was forked from the first process and runs no other program."""
         self._scratch: dict[int, int] = {}
         self._on_return: dict[int, Callable[[int], None]] = {}
 
@@ -101,6 +100,7 @@ class Tracer:
             code = ctypes.get_errno()
             raise OSError(code, f"ptrace: {os.strerror(code)}")
         self._threads.add(pid)
+        self._servers.add(pid)
 
     def run(self) -> None:
         """Returns when no process is left to follow."""
@@ -129,28 +129,19 @@ class Tracer:
             self._request(CONT, pid, 0 if event else signal)
 
     def _begun_or_halted(self, pid: int, signal: int) -> None:
-        if signal in STOPPING_SIGNALS:
-            self._request(LISTEN, pid)
-        elif pid in self._threads or pid in self._announced:
-            self._announced.discard(pid)
-            self._threads.add(pid)
-            self._request(CONT, pid)
-        else:
-            self._waiting.add(pid)
+        self._threads.add(pid)
+        self._request(LISTEN if signal in STOPPING_SIGNALS else CONT, pid)
 
     def _announce(self, pid: int, event: int) -> None:
-        """A new process has its parent's page, by copy or while the parent waits; a new thread needs its own."""
+        """A new process has its parent's page, by copy or while the parent waits; a new thread needs its own.
+
+        So does one that began before its parent could tell of it.
+        """
         child = self._message(pid)
-        if pid in self._of_commands:
-            self._of_commands.add(child)
-        if event != EVENT_CLONE and pid in self._scratch:
+        if pid in self._servers:
+            self._servers.add(child)
+        if event != EVENT_CLONE and pid in self._scratch and child not in self._threads:
             self._scratch[child] = self._scratch[pid]
-        if child in self._waiting:
-            self._waiting.discard(child)
-            self._threads.add(child)
-            self._request(CONT, child)
-        else:
-            self._announced.add(child)
         self._request(CONT, pid)
 
     def _replaced(self, pid: int) -> None:
@@ -158,15 +149,14 @@ class Tracer:
         former = self._message(pid)
         if former != pid:
             self._forget(former)
-        self._of_commands.add(pid)
+        self._servers.discard(pid)
         self._scratch.pop(pid, None)
         self._on_return.pop(former, None)  # the new program has no arguments to be put back
         self._request(CONT, pid)
 
     def _forget(self, pid: int) -> None:
         self._threads.discard(pid)
-        self._announced.discard(pid)
-        self._of_commands.discard(pid)
+        self._servers.discard(pid)
         self._scratch.pop(pid, None)
         self._on_return.pop(pid, None)
 
@@ -235,8 +225,8 @@ class Tracer:
             return
         changed = dict(values or {})
         for register, content in data.items():
-            if not self._write(pid, place, content):
-                self._request(CONT, pid)  # the page is gone: a call of its own doing
+            if not self._write(pid, place, content):  # the process has unmapped it
+                self._map_scratch(pid, registers)
                 return
             changed[register] = place
             place += len(content) + 7 & ~7
@@ -266,8 +256,8 @@ class Tracer:
         self._resume_until_return(pid, call_again)
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
-        """Unless there are too many. The server is not bound: it must be able to start what ends them."""
-        if pid not in self._of_commands or len(self._threads) < self._max_processes:
+        """Unless there are too many. Servers are not bound: they must be able to start what ends the others."""
+        if pid in self._servers or len(self._threads) < self._max_processes:
             self._request(CONT, pid)
             return
         self._set(pid, registers, {ORIG_RAX: MASK, RAX: MASK + 1 - EAGAIN})
