@@ -1,4 +1,4 @@
-"""A real model drives the `shell` agent in a sandbox and in Docker: the same ids, outputs and rewards."""
+"""A real model drives the `shell` agent in both kinds of sandbox and in Docker: the same ids, outputs and rewards."""
 
 import asyncio
 from dataclasses import replace
@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from docker_engine import BASE
+from rows import environment_of
 from trials import attempt_at, trial_runner
 
-from dockyard.config import AgentConfig, EngineConfig, EnvironmentConfig, ModelConfig
+from dockyard.config import AgentConfig, EngineConfig, ModelConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
@@ -41,8 +42,9 @@ async def roll_out(kind: str, tasks: list[Task], folder: Path, agent: AgentConfi
     model = load_model(model_dir, ModelConfig(device="cpu", dtype="float32"))
     engine = TransformersEngine(model, EngineConfig(deterministic=True))
     renderer = Renderer.load(model_dir, "smollm2-135m")
-    environment = EnvironmentConfig(type=kind, network="none")
-    async with trial_runner(engine, folder, agent, environment, max_new_tokens=48, renderer=renderer) as runner:
+    async with trial_runner(
+        engine, folder, agent, environment_of(kind), max_new_tokens=48, renderer=renderer
+    ) as runner:
         attempts = [replace(attempt_at(task, task.name), seed=seed, temperature=0.4) for seed, task in enumerate(tasks)]
         slots = asyncio.Semaphore(3)
 
@@ -55,12 +57,13 @@ async def roll_out(kind: str, tasks: list[Task], folder: Path, agent: AgentConfi
     return list(rollouts)
 
 
-async def test_the_same_ids_give_the_same_results_in_a_sandbox_and_in_docker(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+async def test_the_same_ids_give_the_same_results_in_a_sandbox_and_in_docker(tmp_path: Path, kind: str):
     demo = load_run_config(DEMO, [])
     renderer = Renderer.load(find_model("smollm2-135m"), "smollm2-135m")
     agent = demo.agent.model_copy(update={"max_turns": 2})  # so that a command's output is in the second prompt
     tasks = demo_tasks(tmp_path / "tasks")
-    in_sandbox = await roll_out("sandbox", tasks, tmp_path / "sandbox", agent)
+    in_sandbox = await roll_out(kind, tasks, tmp_path / "sandbox", agent)
     in_docker = await roll_out("docker", tasks, tmp_path / "docker", agent)
     assert all(rollout.failure is None for rollout in [*in_sandbox, *in_docker])
     rewards = [rollout.reward for rollout in in_sandbox]

@@ -14,7 +14,9 @@ from _collections_abc import Callable
 
 from dockyard.rollout.sandbox.paths import Paths
 
-SEIZE, CONT, SYSCALL, LISTEN, GETREGS, SETREGS, GETEVENTMSG = 0x4206, 7, 24, 0x4208, 12, 13, 0x4201
+PTRACE = 101
+PEEK, POKE, CONT, GETREGS, SETREGS, SYSCALL = 2, 5, 7, 12, 13, 24
+GETEVENTMSG, SEIZE, LISTEN = 0x4201, 0x4206, 0x4208
 OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000  # sysgood, fork, vfork, clone, exec, seccomp, exitkill
 EVENT_FORK, EVENT_VFORK, EVENT_CLONE, EVENT_EXEC, EVENT_SECCOMP, EVENT_STOP = 1, 2, 3, 4, 7, 128
 SIGTRAP, SYSCALL_STOP = 5, 5 | 0x80
@@ -24,6 +26,7 @@ R10, R9, R8, RAX, RDX, RSI, RDI, ORIG_RAX, RIP = 7, 8, 9, 10, 12, 13, 14, 15, 16
 ARGS = (RDI, RSI, RDX, R10, R8, R9)
 PATH_MAX = 4096
 PAGE = 4096
+WORD = 8
 SCRATCH_BYTES = 16 * PAGE
 MMAP, READ_WRITE, PRIVATE_ANONYMOUS = 9, 3, 0x22
 AT_FDCWD = -100
@@ -59,22 +62,9 @@ NEW_PROCESS = (56, 57, 58)  # clone fork vfork
 TRACED = frozenset((*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND, *NEW_PROCESS))
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_ptrace = _libc.ptrace
-_ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-_ptrace.restype = ctypes.c_long
-
-
-class Vector(ctypes.Structure):
-    """A piece of memory."""
-
-    _fields_ = (("base", ctypes.c_uint64), ("size", ctypes.c_uint64))
-
-
-_read_memory = _libc.process_vm_readv
-_write_memory = _libc.process_vm_writev
-for _function in (_read_memory, _write_memory):
-    _function.argtypes = (ctypes.c_long, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
-    _function.restype = ctypes.c_long
+_syscall = _libc.syscall  # not the library's `ptrace`, which cannot tell a word that was read from an error
+_syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+_syscall.restype = ctypes.c_long
 
 
 class Tracer:
@@ -85,10 +75,8 @@ class Tracer:
         self._max_processes = max_processes
         self._registers = (ctypes.c_uint64 * 27)()
         self._registers_at = ctypes.addressof(self._registers)
-        self._buffer = ctypes.create_string_buffer(PATH_MAX)
-        self._buffer_at = ctypes.addressof(self._buffer)
-        self._ours, self._theirs = Vector(), Vector()
-        self._ours_at, self._theirs_at = ctypes.addressof(self._ours), ctypes.addressof(self._theirs)
+        self._word = ctypes.c_uint64()
+        self._word_at = ctypes.addressof(self._word)
         self._threads: set[int] = set()
         self._servers: set[int] = set()
         """What was forked from the first process and runs no other program."""
@@ -96,7 +84,7 @@ class Tracer:
         self._on_return: dict[int, Callable[[int], None]] = {}
 
     def seize(self, pid: int) -> None:
-        if _ptrace(SEIZE, pid, 0, OPTIONS) != 0:
+        if _syscall(PTRACE, SEIZE, pid, 0, OPTIONS) != 0:
             code = ctypes.get_errno()
             raise OSError(code, f"ptrace: {os.strerror(code)}")
         self._threads.add(pid)
@@ -324,40 +312,51 @@ class Tracer:
     def _pointers(self, pid: int, address: int) -> list[int]:
         """A list of addresses that ends with 0, without the 0."""
         found: list[int] = []
-        while len(found) < MAX_ARGUMENTS:
-            data = self._read(pid, address + 8 * len(found), min(PAGE - (address + 8 * len(found)) % PAGE, 512))
-            more = struct.unpack(f"={len(data) // 8}Q", data[: len(data) // 8 * 8])
-            if not more:
-                break
-            if 0 in more:
-                return found + list(more[: more.index(0)])
-            found += more
+        while len(found) < MAX_ARGUMENTS and (word := self._peek(pid, address + WORD * len(found))):
+            found.append(word)
         return found
 
     def _string(self, pid: int, address: int) -> bytes:
         """What is at the address up to a zero; nothing where it cannot be read or is too long for a path."""
         found = b""
+        at = address & -WORD
         while address and len(found) < PATH_MAX:
-            data = self._read(pid, address + len(found), min(PAGE - (address + len(found)) % PAGE, 256))
-            if not data:
+            word = self._peek(pid, at)
+            if word is None:
                 return b""
-            piece, end, _ = data.partition(b"\0")
+            data = word.to_bytes(WORD, "little")
+            piece, end, _ = (data if found or at >= address else data[address - at :]).partition(b"\0")
             found += piece
             if end:
                 return found
+            at += WORD
         return b""
 
     def _read(self, pid: int, address: int, size: int) -> bytes:
-        self._ours.base, self._ours.size = self._buffer_at, size
-        self._theirs.base, self._theirs.size = address, size
-        count = _read_memory(pid, self._ours_at, 1, self._theirs_at, 1, 0)
-        return self._buffer.raw[:count] if count > 0 else b""
+        """Nothing where not all of it can be read."""
+        found = b""
+        for at in range(address & -WORD, address + size, WORD):
+            word = self._peek(pid, at)
+            if word is None:
+                return b""
+            found += word.to_bytes(WORD, "little")
+        return found[address % WORD :][:size]
 
     def _write(self, pid: int, address: int, data: bytes) -> bool:
-        held = ctypes.create_string_buffer(data, len(data))
-        self._ours.base, self._ours.size = ctypes.addressof(held), len(data)
-        self._theirs.base, self._theirs.size = address, len(data)
-        return _write_memory(pid, self._ours_at, 1, self._theirs_at, 1, 0) == len(data)
+        """Whole words, with what is there before and after."""
+        begin, end = address & -WORD, -(-(address + len(data)) // WORD) * WORD
+        before = self._read(pid, begin, address - begin)
+        after = self._read(pid, address + len(data), end - address - len(data))
+        words = before + data + after
+        if len(words) != end - begin:
+            return False
+        return all(
+            _syscall(PTRACE, POKE, pid, begin + at, int.from_bytes(words[at : at + WORD], "little")) == 0
+            for at in range(0, len(words), WORD)
+        )
+
+    def _peek(self, pid: int, address: int) -> int | None:
+        return self._word.value if _syscall(PTRACE, PEEK, pid, address, self._word_at) == 0 else None
 
     def _set(self, pid: int, registers: list[int], changed: dict[int, int]) -> None:
         self._registers[:] = registers
@@ -372,7 +371,7 @@ class Tracer:
 
     def _request(self, request: int, pid: int, data: int = 0) -> None:
         """Of a process that may be gone by now: then its end is reported next."""
-        _ptrace(request, pid, 0, data)
+        _syscall(PTRACE, request, pid, 0, data)
 
 
 def _signed(value: int) -> int:

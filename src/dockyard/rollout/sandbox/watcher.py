@@ -229,10 +229,13 @@ def become(user: int) -> None:
 def serve(settings: Settings, server_socket: int) -> None:
     """Never returns."""
     try:
+        root = os.stat(f"{settings.folder}/root").st_ino
         own_user = settings.user is not None
         seccomp.apply(seccomp.build(TRACED, network=settings.network, own_user=own_user))
         landlock.stand_apart(settings.abi)
         has_scopes = settings.abi >= landlock.ABI_OF_SCOPES
+        if os.stat("/").st_ino != root:
+            raise OSError("ptrace does not let paths be translated here")
         server.run_confined(server_socket, lambda: landlock.stand_apart(settings.abi), has_scopes=has_scopes)
     except OSError as error:
         os.write(2, f"{error}\n".encode())
