@@ -97,14 +97,15 @@ def _with_rest(phases: dict[str, float], total: float) -> dict[str, float]:
     return {**phases, "rest": total - sum(phases.values()), "total": total}
 
 
-async def ours(environment: str, task: Path, folder: Path, trials: int, at_once: int) -> Figures:
-    """The same pool and trials as in a training run."""
+async def ours(kind: str, task: Path, folder: Path, trials: int, at_once: int) -> Figures:
+    """The same pool and trials as in a training run, in Docker or in a sandbox made by this mechanism."""
+    which = {"type": "docker"} if kind == "docker" else {"type": "sandbox", "sandbox": kind}
     config = RunConfig(
         agent=AgentConfig(name="oracle"),
-        environment=EnvironmentConfig(type=environment),
+        environment=EnvironmentConfig.model_validate(which),
         rollout=RolloutConfig(concurrency=at_once),
     )
-    with RunDir.create(folder / f"{environment}-{at_once}", config) as run:
+    with RunDir.create(folder / f"{kind}-{at_once}", config) as run:
         async with open_pool(config, run, NoModel(), None) as pool:
             await pool.collect(_order(task, "step-00000", at_once), _ignore)  # imports, and the first of everything
             started = time.monotonic()
@@ -114,7 +115,8 @@ async def ours(environment: str, task: Path, folder: Path, trials: int, at_once:
     assert [rollout.reward for rollout in rollouts] == [1.0] * trials, [rollout.failure for rollout in rollouts]
     phases = {phase: fmean(rollout.seconds.get(phase, 0.0) for rollout in rollouts) for phase in PHASES}
     total = fmean(rollout.seconds["total"] for rollout in rollouts)
-    return Figures(f"dockyard {environment}", at_once, trials, wall_s, _with_rest(phases, total))
+    name = "dockyard docker" if kind == "docker" else f"dockyard sandbox, {kind}"
+    return Figures(name, at_once, trials, wall_s, _with_rest(phases, total))
 
 
 def _order(task: Path, phase: str, trials: int) -> Order:
@@ -165,13 +167,13 @@ def _descendants() -> int:
     return len(own) - 2  # without this process and `ps`
 
 
-async def leaks(task: Path, folder: Path) -> None:
+async def leaks(kind: str, task: Path, folder: Path) -> None:
     """Before, after the first 40 (everything is imported and every thread started by then), after 240."""
-    await ours("sandbox", task, folder / "warm", 40, 32)
+    await ours(kind, task, folder / f"warm-{kind}", 40, 32)
     before = Held.now()
-    figures = await ours("sandbox", task, folder / "run", 200, 32)
+    figures = await ours(kind, task, folder / f"run-{kind}", 200, 32)
     after = Held.now()
-    print(f"200 trials in sandboxes, 32 at once, {figures.per_minute:.0f} trials/min\n")
+    print(f"200 trials in sandboxes made by {kind}, 32 at once, {figures.per_minute:.0f} trials/min\n")
     print("| | before | after |\n|---|---|---|")
     for name in ("processes", "file_descriptors", "memory_mb", "temporary_files"):
         print(f"| {name.replace('_', ' ')} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |")
@@ -190,17 +192,22 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leaks", action="store_true")
     parser.add_argument("--trials", type=int, default=4, help="of Harbor at one at a time; the others get more")
+    parser.add_argument(
+        "--harbor", type=int, nargs="*", default=[4, 8, 16, 24], help="how many trials at once, besides 1"
+    )
     arguments = parser.parse_args()
     with scratch() as folder:
         task = write_task(folder / "hello")
         if arguments.leaks:
-            await leaks(task, folder)
+            for kind in ("namespaces", "landlock"):
+                await leaks(kind, task, folder)
             return
         n = arguments.trials
         figures = [harbor(task, folder / "jobs", n, 1)]
-        figures += [harbor(task, folder / "jobs", 2 * at_once, at_once) for at_once in (4, 8, 16, 24)]
+        figures += [harbor(task, folder / "jobs", 2 * at_once, at_once) for at_once in arguments.harbor]
         figures += [await ours("docker", task, folder, 2 * n, 1), await ours("docker", task, folder, 4 * n, 4)]
-        figures += [await ours("sandbox", task, folder, 20 * n, 1), await ours("sandbox", task, folder, 60 * n, 8)]
+        for kind in ("namespaces", "landlock"):
+            figures += [await ours(kind, task, folder, 20 * n, 1), await ours(kind, task, folder, 60 * n, 8)]
         show(figures)
 
 

@@ -19,7 +19,7 @@ def run_in_container(user: int, cache: Path, *command: str, folder: Path = ROOT)
     homes = {str(Path("/", *Path(path).parts[1:2])) for path in mounts} & {"/root"}  # closed to others in the image
     options = (
         *("run", "--rm", "--network", "none", "--user", f"{user}:{user}", "--workdir", str(folder)),
-        *(word for home in homes for word in ("--tmpfs", f"{home}:mode=755")),
+        *(word for home in homes for word in ("--volume", f"{cache}/home:{home}")),
         *(word for path in sorted(mounts) for word in ("--volume", f"{path}:{path}:ro")),
         *("--volume", f"{cache}:/cache", "--env", "DOCKYARD_CACHE=/cache", "--env", "HOME=/tmp"),
         *("--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "OMP_NUM_THREADS=1", "--env", "HARBOR_TELEMETRY=off"),
@@ -34,6 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     model = find_model(MODEL)
     subprocess.run(["cp", "--recursive", "--dereference", str(model.parent), str(folder)], check=True)
+    (folder / "home").mkdir()
     subprocess.run(["chmod", "--recursive", "a+rwX", str(folder)], check=True)
     return folder
 

@@ -2,14 +2,20 @@
 
 import pytest
 from attacks import ATTACKS, CONTROLS, UNGUARDED
-from rows import Batch, names, run_chosen, skip_unless_possible
+from rows import Batch, environment_of, names, run_chosen, skip_unless_possible
+
+from dockyard.rollout.sandbox.check import choose_mechanism
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])
-def batch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Batch:
-    mechanism = skip_unless_possible(request.param)
+def mechanism(request: pytest.FixtureRequest) -> str:
+    return skip_unless_possible(request.param)
+
+
+@pytest.fixture(scope="module")
+def batch(request: pytest.FixtureRequest, mechanism: str, tmp_path_factory: pytest.TempPathFactory) -> Batch:
     return run_chosen(request, (*ATTACKS, *CONTROLS, *UNGUARDED), mechanism, tmp_path_factory.mktemp("attacks"))
 
 
@@ -19,9 +25,11 @@ def test_an_attack_scores_nothing(row: str, batch: Batch):
 
 
 @pytest.mark.parametrize("row", names((*CONTROLS, *UNGUARDED), "sandbox"))
-def test_honest_work_scores_and_what_is_not_guarded_against_works(row: str, batch: Batch):
+def test_honest_work_scores_and_what_is_not_guarded_against_works(row: str, batch: Batch, mechanism: str):
     [wanted] = [known for known in (*CONTROLS, *UNGUARDED) if known.name == row]
-    assert (batch[row].rollout.reward, batch[row].rollout.failure) == (wanted.reward, None)
+    lacks_terminals = row.startswith("tmux") and not choose_mechanism(environment_of(mechanism).sandbox).has_terminals
+    reward = 0.0 if lacks_terminals else wanted.reward
+    assert (batch[row].rollout.reward, batch[row].rollout.failure) == (reward, None)
 
 
 def test_attacks_leave_nothing_running(batch: Batch):

@@ -1,0 +1,74 @@
+"""Where the paths of a sandbox without namespaces really are."""
+
+import posixpath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dockyard.rollout.sandbox.paths import Paths
+
+ROOT = b"/tmp/dy-1/root"
+PATHS = Paths(ROOT, {b"etc": b"/tmp/dy-1/etc", b"dev": b"/tmp/dy-1/dev"}, frozenset((b"usr", b"bin", b"proc")))
+NAMES = st.sampled_from([b"app", b"tmp", b"usr", b"etc", b"dev", b"x", b"..", b".", b""])
+
+
+def nowhere() -> bytes:
+    raise AssertionError("an absolute path begins nowhere else")
+
+
+@pytest.mark.parametrize(
+    ("path", "outside"),
+    [
+        (b"/", ROOT + b"/"),
+        (b"/app/x", ROOT + b"/app/x"),
+        (b"//app//x", ROOT + b"/app//x"),
+        (b"/./app", ROOT + b"/app"),
+        (b"/../app", ROOT + b"/app"),
+        (b"/unheard/of", ROOT + b"/unheard/of"),
+        (b"/usr/bin/ls", None),
+        (b"/usrx", ROOT + b"/usrx"),
+        (b"/usr/lib/gcc/../crt1.o", None),
+        (b"/usr/../app/x", ROOT + b"/app/x"),
+        (b"/usr/bin/../../../etc/passwd", b"/tmp/dy-1/etc/passwd"),
+        (b"/app/../etc/passwd", ROOT + b"/app/../etc/passwd"),  # the kernel follows the root's own link
+        (b"/app/../../work", ROOT + b"/work"),
+        (b"/etc/passwd", b"/tmp/dy-1/etc/passwd"),
+        (b"/etc/../work/secret", ROOT + b"/work/secret"),
+        (b"/dev/null", b"/tmp/dy-1/dev/null"),
+        (ROOT + b"/app/x", None),
+    ],
+)
+def test_an_absolute_path_has_its_place_outside(path: bytes, outside: bytes | None):
+    assert PATHS.outside(path) == outside
+    assert PATHS.outside_from(path, nowhere) == outside
+
+
+@pytest.mark.parametrize(
+    ("folder", "path", "outside"),
+    [
+        (ROOT + b"/app", b"x/y", None),
+        (ROOT + b"/app", b"x/../y", None),
+        (ROOT + b"/app", b"../tmp", None),  # still below the root
+        (ROOT + b"/app", b"../../x", ROOT + b"/x"),
+        (ROOT, b"..", ROOT + b"/"),
+        (b"/usr/lib", b"../bin/ls", None),
+        (b"/usr/lib", b"../../app/x", ROOT + b"/app/x"),
+        (b"/usr", b"../usr/bin", b"/usr/bin"),
+        (b"/tmp/dy-1/etc", b"../root/x", ROOT + b"/root/x"),
+        (ROOT + b"/app", b"a..b", None),
+    ],
+)
+def test_a_relative_path_is_left_to_the_kernel_unless_it_climbs_out(folder: bytes, path: bytes, outside: bytes | None):
+    assert PATHS.outside_from(path, lambda: folder) == outside
+
+
+@given(st.lists(NAMES, min_size=1, max_size=8))
+def test_no_path_leads_outside_but_to_what_is_shared_and_back_again(names: list[bytes]):
+    path = b"/" + b"/".join(names)
+    outside = PATHS.outside(path)
+    reached = b"/" + posixpath.normpath(path if outside is None else outside).lstrip(b"/")
+    wanted = b"/" + posixpath.normpath(path).lstrip(b"/")
+    shared = (b"/usr", b"/bin", b"/proc")
+    assert reached.startswith((b"/tmp/dy-1/root", b"/tmp/dy-1/etc", b"/tmp/dy-1/dev", *shared))
+    assert PATHS.inside(reached) == wanted
