@@ -1,5 +1,8 @@
 """Attacks on the reward in real sandboxes."""
 
+import re
+from pathlib import Path
+
 import pytest
 from attacks import ATTACKS, CONTROLS, UNGUARDED
 from rows import Batch, environment_of, names, run_chosen, skip_unless_possible
@@ -34,3 +37,9 @@ def test_honest_work_scores_and_what_is_not_guarded_against_works(row: str, batc
 
 def test_attacks_leave_nothing_running(batch: Batch):
     assert batch.left_behind == []
+
+
+def test_the_guide_lists_every_attack_that_is_tried_in_a_sandbox():
+    guide = (Path(__file__).parents[2] / "docs/guides/rollouts.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| 0 \| 0 \| 0 \|$", guide, re.MULTILINE)
+    assert listed == names(ATTACKS, "sandbox")

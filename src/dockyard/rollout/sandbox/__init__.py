@@ -1,7 +1,9 @@
-"""The `sandbox` environment: bubblewrap under Harbor. No daemon, no image, no root, up in milliseconds.
+"""The `sandbox` environment under Harbor. No daemon, no image, no root, up in milliseconds.
 
-A task sees the tools of the host's /usr, read-only, and private folders in memory; nothing else of the host and no
-network. Import paths instead of classes, so that importing this costs nothing of Harbor.
+A task sees the tools of the host's /usr, read-only, and private folders; nothing else of the host and no network. There
+are two mechanisms: `bwrap` with namespaces, and `confined` where a machine forbids those. `check` chooses, `client` is
+the driver's side of a running sandbox, `server` and `errands` run inside. Import paths instead of classes, so that
+importing this costs nothing of Harbor.
 """
 
 ENVIRONMENT = "dockyard.rollout.sandbox.environment:SandboxEnvironment"
