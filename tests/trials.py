@@ -1,9 +1,11 @@
 """Real Harbor trials on small tasks, in any environment, with an engine of the test's."""
 
+import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from gateway_fakes import tiny_renderer
 
 from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, RolloutConfig
@@ -13,10 +15,22 @@ from dockyard.gateway.render import Renderer
 from dockyard.rollout.agents import runs_inside
 from dockyard.rollout.environments import open_site, reachable
 from dockyard.rollout.phases import Phases
+from dockyard.rollout.sandbox.check import choose_mechanism
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.types import Rollout, Task
 
 TOML = 'schema_version = "1.4"\n[task]\nname = "test/task"\n'
+
+
+NO_TMUX = "terminus-2 needs tmux: `apt-get install tmux`"
+
+
+def skip_without_terminals() -> None:
+    """For tests of terminus-2, which works in tmux."""
+    if shutil.which("tmux") is None:
+        pytest.skip(NO_TMUX)
+    if not choose_mechanism().has_terminals:
+        pytest.skip("a sandbox without namespaces has terminals only as root")
 
 
 def write_task(folder: Path, test: str, dockerfile: str = "FROM scratch\n", *, toml: str = "", **files: str) -> Task:

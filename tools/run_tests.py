@@ -29,8 +29,9 @@ ENGINE_ANSWERS = """
 docker info && docker compose version && docker buildx version
 """
 CHECK_SANDBOX = """
+import sys
 from dockyard.rollout.sandbox.check import check_sandbox
-if problem := check_sandbox():
+if problem := check_sandbox(sys.argv[1]):
     print(problem.message, problem.hint, sep="\\n")
 """
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # threads of tests that run side by side would only wait for each other
@@ -107,25 +108,29 @@ def needs_npm(*, unless: str = "/nonexistent") -> Missing | None:
     return Missing("needs npm, which is not installed", "install Node.js with your package manager")
 
 
-def agents_missing() -> Missing | None:
+def agents_not_to_be_had() -> Missing | None:
     installed = ".cache/agents/openhands/versions"
     return needs_npm(unless=installed) or needs_disk(8, unless=installed)
 
 
+def agents_missing() -> Missing | None:
+    return sandbox_missing("namespaces") or agents_not_to_be_had()
+
+
 def docker_missing() -> Missing | None:
     if succeeds(ENGINE_ANSWERS):
-        return agents_missing()
+        return agents_not_to_be_had()
     reason = "no Docker engine with compose v2 and buildx answers"
     if not is_debian_root():
         return Missing(reason, "install Docker: https://docs.docker.com/engine/install/")
     if not MAY_INSTALL:
         return Missing(reason, "`make test INSTALL=1` installs Debian's docker.io, iptables and debootstrap")
-    return agents_missing() or needs_disk(20, unless=".cache/docker/data")
+    return agents_not_to_be_had() or needs_disk(20, unless=".cache/docker/data")
 
 
 @cache
-def sandbox_missing() -> Missing | None:
-    done = subprocess.run([sys.executable, "-c", CHECK_SANDBOX], capture_output=True, text=True, cwd=ROOT)
+def sandbox_missing(mechanism: str = "auto") -> Missing | None:
+    done = subprocess.run([sys.executable, "-c", CHECK_SANDBOX, mechanism], capture_output=True, text=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     return Missing(*lines) if len(lines) == 2 else None
 

@@ -1,12 +1,12 @@
 """terminus-2, Harbor's own agent: Chat Completions without tools, through a whole Harbor trial in a sandbox."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 from agent_stories import STORY_END, served, terminus_2
 from scripted_policy import Say, ScriptedEngine, assert_one_segment, assert_trained_as_drawn, lines, turn
 from terminus_trial import attempt
+from trials import skip_without_terminals
 
 from dockyard.engine import ContextOverflow
 from dockyard.types import Finish
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of litellm's many parts
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    if shutil.which("tmux") is None:
-        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+    skip_without_terminals()
 
 
 @pytest.mark.parametrize("echoed", [False, True], ids=["thoughts dropped", "thoughts echoed"])

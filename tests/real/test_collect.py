@@ -18,6 +18,7 @@ import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer, write_model
 from processes import alive, descendants, wait_until_gone
 from server_fakes import FakeHosted, FakeVLLM, served, write_adapter
+from trials import skip_without_terminals
 
 from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
@@ -317,8 +318,7 @@ async def test_a_harbor_run_out_of_time_is_ended(task: Task):
 
 
 async def test_tokens_that_terminus_2_kept_are_those_that_the_gateway_recorded(task: Task):
-    if shutil.which("tmux") is None:
-        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+    skip_without_terminals()
 
     def say(*keystrokes: str, done: bool) -> Said:
         commands = [{"keystrokes": text, "duration": 0.5} for text in keystrokes]

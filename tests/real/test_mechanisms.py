@@ -13,7 +13,7 @@ import pytest
 from anywhere import ROOT, pytest_command
 from gateway_fakes import FakeEngine, Said, tiny_renderer
 from rows import environment_of, skip_unless_possible
-from trials import attempt_at, make_rollout, trial_runner, write_task
+from trials import NO_TMUX, attempt_at, make_rollout, trial_runner, write_task
 
 from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig
 from dockyard.errors import DockyardError, UsageError
@@ -75,7 +75,7 @@ async def test_the_oracle_earns_its_reward(tmp_path: Path, mechanism: str):
 @pytest.mark.filterwarnings("default")  # of litellm's many parts
 async def test_terminus_2_works_where_there_are_terminals_and_is_refused_elsewhere(tmp_path: Path, mechanism: str):
     if shutil.which("tmux") is None:
-        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+        pytest.skip(NO_TMUX)
     environment = environment_of(mechanism)
     if not choose_mechanism(environment.sandbox).has_terminals:
         with pytest.raises(UsageError, match="needs tmux"):

@@ -4,7 +4,6 @@ The policy cuts its words as no tokenizer would, so ids made from text are other
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_model, tiny_renderer
-from trials import write_task
+from trials import skip_without_terminals, write_task
 
 from dockyard.cli import main
 from dockyard.collect import open_pool
@@ -142,8 +141,7 @@ TERMINUS = [say("echo hi > hello.txt\n"), say(done=True), say(done=True)]
 
 @pytest.fixture
 def _tmux():
-    if shutil.which("tmux") is None:
-        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+    skip_without_terminals()
 
 
 @pytest.mark.usefixtures("_tmux")

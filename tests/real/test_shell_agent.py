@@ -2,12 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny_renderer
-from trials import make_rollout
+from trials import make_rollout, skip_without_terminals
 
 from dockyard.config import AgentConfig, RolloutConfig
 from dockyard.engine import ContextOverflow
@@ -128,8 +127,7 @@ async def test_the_key_of_a_rollout_is_not_in_its_files(tmp_path: Path):
 
 @pytest.mark.filterwarnings("default")  # of litellm's many parts
 async def test_terminus_2_is_recorded_in_one_segment(tmp_path: Path):
-    if shutil.which("tmux") is None:
-        pytest.skip("terminus-2 needs tmux: `apt-get install tmux`")
+    skip_without_terminals()
 
     def say(*keystrokes: str, done: bool) -> Said:
         commands = [{"keystrokes": text, "duration": 0.5} for text in keystrokes]
