@@ -7,10 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/real/test_attacks.py",
+    "tests/real/test_harbor_tasks.py",
     "tests/real/test_mechanisms.py",
     "tests/train/test_learning.py::test_a_short_demo_trains_evaluates_and_reports",
 )
-"""Attacks on the reward, a rollout of each kind, leaks, and the demo."""
+"""Attacks on the reward and on graders, a rollout of each kind, leaks, and the demo."""
 
 
 def pytest_command(*tests: str) -> list[str]:

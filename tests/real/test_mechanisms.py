@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from anywhere import ROOT, pytest_command
+from anywhere import ROOT, TESTS, pytest_command
 from gateway_fakes import FakeEngine, Said, tiny_renderer
 from rows import environment_of, skip_unless_possible
 from trials import NO_TMUX, attempt_at, make_rollout, trial_runner, write_task
@@ -216,9 +216,7 @@ def test_without_namespaces_landlock_is_taken_and_who_insists_is_told_why_not():
 
 @pytest.mark.skipif(check_sandbox("namespaces") is not None, reason="this process has no namespaces anyway")
 def test_everything_works_in_a_process_without_namespaces():
-    tests = ("tests/real/test_sandbox.py", "tests/real/test_attacks.py", "tests/real/test_mechanisms.py")
-    demo = "tests/train/test_learning.py"
-    done = run_without_namespaces(*pytest_command(*tests, demo))
+    done = run_without_namespaces(*pytest_command("tests/real/test_sandbox.py", *TESTS))
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]

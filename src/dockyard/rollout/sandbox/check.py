@@ -70,7 +70,7 @@ def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:
         (False, "a task has no loopback network: it cannot start a server and connect to it"),
         (False, "a task sees the list of this machine's processes, with their command lines"),
         (False, "a task is not user 0, though its user is called root; debuggers do not work"),
-        (False, "files are on disk, not in memory; a task that fills its storage is ended instead of failing to write"),
+        (False, "files are on disk, not in memory; a task whose files take twice its storage is ended"),
         (mechanism.own_user, "a task has no terminals, which tmux and so `terminus-2` need, and no System V memory"),
         (mechanism.own_user, "modes and times of your own files are guarded by the translation of paths alone"),
         (mechanism.abi >= ABI_OF_SCOPES, "`kill -9 -1` in a task ends its sandbox, so that it earns nothing"),

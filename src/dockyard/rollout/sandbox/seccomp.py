@@ -11,14 +11,16 @@ import struct
 ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 ALLOW, TRACE, ERRNO, KILL = 0x7FFF0000, 0x7FF00000, 0x00050000, 0x80000000
-EPERM, EACCES, EAFNOSUPPORT, ENOSYS = 1, 13, 97, 38
+NOTHING, EPERM, EAFNOSUPPORT, ENOSYS = 0, 1, 97, 38
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGS = 0, 4, 16
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 AF_UNIX = 1
 CLONE_UNTRACED = 0x00800000
 
-SOCKET, CLONE = 41, 56
+SOCKET, CLONE, PRCTL = 41, 56, 157
+PR_SET_DUMPABLE = 4
+"""Done by nobody, though the caller is told so: a process that closes its memory could not be traced any more."""
 UNKNOWN = {
     425: "io_uring_setup",
     426: "io_uring_enter",
@@ -85,6 +87,7 @@ def build(traced: frozenset[int], *, network: bool, own_user: bool) -> bytes:
             _answer_by(number, *((arg, JUMP_EQUAL, 0) for arg in args), then=ALLOW, otherwise=ERRNO | EPERM)
             for number, (_, args) in ONLY_FOR_ONESELF.items()
         ),
+        _answer_by(PRCTL, (0, JUMP_EQUAL, PR_SET_DUMPABLE), then=ERRNO | NOTHING, otherwise=ALLOW),
         _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED), then=ERRNO | EPERM, otherwise=TRACE),
         *(_answer(number, TRACE) for number in sorted(traced - {CLONE})),
     ]
