@@ -86,7 +86,7 @@ if is_complete "$@"; then
 fi
 . tools/pip-settings.sh
 borrow_pip_settings
-echo "installing dependencies (the first time 2 GB without a GPU, 5 GB with one) ..."
+echo "installing dependencies (up to 6 GB with torch, the first time) ..."
 if wants_cpu_build; then
     install_without_gpu "$@"
 else

@@ -15,7 +15,7 @@ from dockyard.engine import GenerateRequest
 from dockyard.engine.attention import attend
 from dockyard.engine.batch import Batch, Row
 from dockyard.engine.kv import SCRATCH, KVShape, Pool, PoolSize
-from dockyard.engine.packed import PackedLinears, worth_packing
+from dockyard.engine.packed import pack_linears, worth_packing
 from dockyard.engine.pooled import Piece, PooledModel, pack
 from dockyard.engine.regions import Region, Regions
 from dockyard.engine.sampling import sample
@@ -164,7 +164,6 @@ def test_a_common_prefix_is_read_once_for_all_and_changes_no_output(num_shared: 
 def test_packed_layers_give_what_weights_and_adapters_give_and_follow_them():
     model = tiny_policy().serving_model()
     ids = torch.from_numpy(random_ids(0, 12)).long()[None]
-    packed = PackedLinears()
     assert worth_packing(model)
     for scale in (0.0, 0.1):
         for name, weight in model.named_parameters():
@@ -172,7 +171,7 @@ def test_packed_layers_give_what_weights_and_adapters_give_and_follow_them():
                 weight.data.normal_(std=scale)
         forget(model)
         expected_logits = model(ids).logits
-        packed.take_over(model)
+        pack_linears(model)
         torch.testing.assert_close(model(ids).logits, expected_logits, rtol=1e-4, atol=1e-4)
 
 

@@ -20,6 +20,8 @@ from dockyard.types import IntArray
 SCRATCH = Region(0, 16)
 """Belongs to nobody: where a pass writes whose batch is larger than its requests."""
 _FIRST_TOKENS = 1024
+_ALIGNMENT = 64
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,8 @@ class Pool:
     def _empty(self, num_tokens: int) -> Tensor:
         """Zeros: what nobody has written yet may be multiplied by 0, and must not be infinite."""
         size = (2, num_tokens, self.shape.num_heads, self.shape.head_dim)
-        if num_tokens and self.shape.device.type == "cpu":  # numpy's zeros take no memory until they are written to
-            num_bytes = math.prod(size) * self.shape.dtype.itemsize
-            return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.shape.dtype).view(size)
+        if num_tokens and self.shape.device.type == "cpu":
+            return _untouched_zeros(math.prod(size) * self.shape.dtype.itemsize).view(self.shape.dtype).view(size)
         return torch.zeros(size, device=self.shape.device, dtype=self.shape.dtype)
 
     def _forget_oldest(self, besides: Known | None) -> bool:
@@ -184,3 +185,13 @@ class Pool:
         self._finished.remove(known)
         self.give_back(known.region)
         return True
+
+
+def _untouched_zeros(num_bytes: int) -> Tensor:
+    """Numpy's zeros, unlike torch's, take no memory until they are written to. Aligned as torch's are.
+
+    Where memory is aligned otherwise, products may differ in their last digit from those of another run.
+    """
+    spare = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -spare.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(spare[start : start + num_bytes])

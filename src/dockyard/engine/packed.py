@@ -24,48 +24,36 @@ def worth_packing(model: Any) -> bool:
     return on_cpu and torch.backends.mkldnn.is_available() and num_weights(model) < _MOST_WEIGHTS
 
 
-class PackedLinears:
-    """Takes over how the linear layers of a model are called."""
+@torch.no_grad()
+def pack_linears(model: Any) -> None:
+    """Take over how the linear layers of a model are called, with the weights they have now.
 
-    def __init__(self) -> None:
-        self._frozen: dict[int, Tensor] = {}
-        """Packed weights that no publish changes, by the address of the weights."""
+    To be done again whenever these have changed.
+    """
+    inside = {id(part) for module in model.modules() if isinstance(module, LoraLinear) for part in module.modules()}
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and _is_plain(module):
+            _pack(module, _merged(module), module.get_base_layer().bias)
+        elif isinstance(module, nn.Linear) and id(module) not in inside:
+            _pack(module, module.weight, module.bias)
 
-    @torch.no_grad()
-    def take_over(self, model: Any) -> None:
-        """Pack the weights as they are now. To be called again whenever they have changed."""
-        inside = {id(part) for module in model.modules() if isinstance(module, LoraLinear) for part in module.modules()}
-        for module in model.modules():
-            if isinstance(module, LoraLinear):
-                self._pack_adapted(module)
-            elif isinstance(module, nn.Linear) and id(module) not in inside:
-                self._pack_frozen(module)
 
-    def _pack_adapted(self, module: Any) -> None:
-        if not _is_plain(module):
-            return
-        base = module.get_base_layer()
-        weight = base.weight
-        for name in module.active_adapters:
-            weight = torch.addmm(
-                weight, module.lora_B[name].weight, module.lora_A[name].weight, alpha=module.scaling[name]
-            )
-        module._compiled_call_impl = partial(_linear, _packed(weight), base.bias)
+def _merged(module: Any) -> Tensor:
+    weight = module.get_base_layer().weight
+    for name in module.active_adapters:
+        up, down = module.lora_B[name].weight, module.lora_A[name].weight
+        weight = torch.addmm(weight, up, down, alpha=module.scaling[name])
+    return weight
 
-    def _pack_frozen(self, module: nn.Linear) -> None:
-        address = module.weight.data_ptr()
-        if address not in self._frozen:
-            self._frozen[address] = _packed(module.weight)
-        module._compiled_call_impl = partial(_linear, self._frozen[address], module.bias)
+
+def _pack(module: Any, weight: Tensor, bias: Tensor | None) -> None:
+    packed = _mkldnn._reorder_linear_weight(weight)
+    module._compiled_call_impl = partial(_linear, packed, bias)
 
 
 def _is_plain(module: Any) -> bool:
     """Whether the layer computes `W x + scaling * B A x` and nothing else."""
     return type(module.get_base_layer()) is nn.Linear and not module.lora_variant and not module.merged
-
-
-def _packed(weight: Tensor) -> Tensor:
-    return _mkldnn._reorder_linear_weight(weight)
 
 
 def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dockyard.engine import attention
 from dockyard.engine.attention import Packed
 from dockyard.engine.kv import SCRATCH, Pool
-from dockyard.engine.packed import PackedLinears, worth_packing
+from dockyard.engine.packed import pack_linears, worth_packing
 from dockyard.engine.weights import worth_compiling
 from dockyard.types import IntArray
 
@@ -60,7 +60,7 @@ class PooledModel:
 
     def __init__(self, model: Any, pool: Pool) -> None:
         self.pool = pool
-        self._packed = PackedLinears() if worth_packing(model) else None
+        self._packs = worth_packing(model)
         self._run_layer: Any = _run_layer
         self._compiled = worth_compiling(model)
         if self._compiled:
@@ -74,8 +74,8 @@ class PooledModel:
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         causal.set_attn_implementation(attention.NAME)
         self._causal = causal
-        if self._packed:
-            self._packed.take_over(causal)
+        if self._packs:
+            pack_linears(causal)
         for index, layer in enumerate(causal.get_decoder().layers):
             layer._compiled_call_impl = partial(self._call, index, layer)
 

@@ -53,21 +53,23 @@ class Lora(lora.Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x_TD = x.flatten(0, -2)
-        out_TD = self.base_layer(x_TD, *args, **kwargs)
+        shape = x.shape[:-1]
+        if x.device.type == "cpu":
+            x = x.flatten(0, -2)  # one matrix, to whose product adapters can be added in place
+        out = self.base_layer(x, *args, **kwargs)
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
                 matrices: tuple[Any, Any] = self.lora_A[name], self.lora_B[name]
                 down, up = (matrix.weight.to(x.dtype) for matrix in matrices)
-                out_TD = _plus_product(out_TD, linear(x_TD, down), up, self.scaling[name])
-        return out_TD.unflatten(0, x.shape[:-1])
+                out = _plus_product(out, linear(x, down), up, self.scaling[name])
+        return out if out.shape[:-1] == shape else out.unflatten(0, shape)
 
 
-def _plus_product(out_TD: Tensor, x_TR: Tensor, weight_DR: Tensor, scaling: float) -> Tensor:
+def _plus_product(out: Tensor, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
     """`out + scaling * linear(x, weight)`. On a CPU in place: there, passes over memory cost as much as the product."""
-    if out_TD.device.type == "cpu":
-        return out_TD.addmm_(x_TR, weight_DR.t(), alpha=scaling)
-    return out_TD + linear(x_TR, weight_DR) * scaling
+    if out.device.type == "cpu":
+        return out.addmm_(x, weight.t(), alpha=scaling)
+    return out + linear(x, weight) * scaling
 
 
 def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
@@ -284,8 +286,8 @@ class _Padded:
 class _Head(torch.autograd.Function):
     """Logprobs from hidden states, some tokens at a time.
 
-    The gradient of a token's hidden state is that of its logprob times a vector that is known at once. Where the head
-    is trained itself, the backward pass makes each chunk's logits again.
+    The backward pass makes each chunk's logits again. A CPU, for which that is a third of the work, need not where the
+    head is frozen: the gradient of a token's hidden state is that of its logprob times a vector that is known at once.
     """
 
     @staticmethod
@@ -295,20 +297,18 @@ class _Head(torch.autograd.Function):
         statistics = _fused_statistics if fused else _statistics
         ctx.temperature = temperature
         ctx.slope = _fused_slope if fused else _slope
-        at_once = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
-        slopes_ND = torch.empty_like(hidden_ND) if at_once else None
+        at_once = hidden_ND.device.type == "cpu" and ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
         parts: list[tuple[Tensor, ...]] = []
+        slopes: list[Tensor] = []
         size = _chunk(hidden_ND)
-        for first, hidden, targets in zip(
-            range(0, len(hidden_ND), size), hidden_ND.split(size), targets_N.split(size), strict=True
-        ):
+        for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True):
             logits_CV = linear(hidden, weight_VD)
             parts.append(statistics(logits_CV, targets, temperature))
-            if slopes_ND is not None:
-                grad_CV = ctx.slope(logits_CV, targets, parts[-1][1], torch.ones_like(parts[-1][1]), temperature)
-                torch.mm(grad_CV, weight_VD, out=slopes_ND[first : first + size])
+            if at_once:
+                lse_C = parts[-1][1]
+                slopes.append(ctx.slope(logits_CV, targets, lse_C, torch.ones_like(lse_C), temperature) @ weight_VD)
         logprobs_N, lse_N, entropy_N, likeliest_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, slopes_ND)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, torch.cat(slopes) if at_once else None)
         ctx.mark_non_differentiable(entropy_N, likeliest_N)
         return logprobs_N, entropy_N, likeliest_N
 
@@ -321,12 +321,13 @@ class _Head(torch.autograd.Function):
         size = _chunk(hidden_ND)
         columns = zip(*(x.split(size) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(wide(weight_VD))
+        grad_weight_VD = torch.zeros_like(wide(weight_VD)) if ctx.needs_input_grad[1] else None
         for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(size), columns, strict=True):
             logits_CV = linear(hidden, weight_VD)
             grad_CV = ctx.slope(logits_CV, targets, lse, grad, ctx.temperature)
             torch.mm(grad_CV, weight_VD, out=out)
-            grad_weight_VD += grad_CV.T @ hidden
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_CV.T @ hidden
         return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
