@@ -33,30 +33,63 @@ choose_python() {
 }
 
 # The lock file holds addresses on pypi.org, which `uv sync` follows whatever the index is. A mirror gets the same
-# versions, checked by the same hashes, as a list of requirements.
-install_from_mirror() {
+# versions, checked by the same hashes, as a list of requirements. Packages in $left_out are not installed.
+install_locked() {
+    if [ -z "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then
+        "$uv" sync $quiet --frozen --inexact $(each --no-install-package $left_out) "$@"
+        return
+    fi
     "$uv" venv --quiet --allow-existing "$venv"
-    "$uv" export --quiet --frozen --no-emit-project "$@" --output-file "$venv/requirements.txt"
-    "$uv" pip install $quiet --python "$venv/bin/python" --require-hashes --requirement "$venv/requirements.txt"
+    "$uv" export --quiet --frozen --no-emit-project $(each --no-emit-package $left_out) "$@" \
+        --output-file "$venv/requirements.txt"
+    # --no-deps: the list is complete but for what is left out.
+    "$uv" pip install $quiet --python "$venv/bin/python" --no-deps --require-hashes --requirement "$venv/requirements.txt"
     "$uv" pip install $quiet --python "$venv/bin/python" --no-deps --editable .
 }
 
+install_without_gpu() {
+    "$uv" venv --quiet --allow-existing "$venv" # whose Python the build must be for
+    if index_has_torch; then
+        install_locked "$@"
+        echo "torch: no GPU here, so its CPU build from $cpu_index, without CUDA's libraries"
+        install_torch_from "$cpu_index" $quiet
+        return
+    fi
+    echo "torch: no GPU here, but $cpu_index has no CPU build of $(torch_version) for this Python or does not answer:"
+    echo "  PyPI's build for CUDA, without what it does not need to start (DOCKYARD_TORCH_INDEX names another index)"
+    left_out="torch $unneeded" && install_locked "$@"
+    left_out=$unneeded && install_locked "$@"
+    if ! torch_imports; then
+        echo "torch: does not start without them, so everything is installed"
+        left_out="" && install_locked "$@"
+    fi
+}
+
+is_complete() {
+    "$uv" sync --quiet --frozen --inexact --check $(each --no-install-package $left_out) "$@" 2>/dev/null || return 1
+    [ -z "$left_out" ] || has_torch
+}
+
 quiet=--quiet
-[ ! -t 2 ] || quiet="" # 5 GB deserve a progress bar, a log file does not
+[ ! -t 2 ] || quiet="" # a download of GBs deserves a progress bar, a log file does not
 
 python=""
 choose_python
 uv=$(sh tools/find-uv.sh "$python")
+. tools/torch-build.sh
+left_out="" # packages of the lock file
+! wants_cpu_build || left_out="torch $(cuda_packages)"
 # --inexact: what the user, or the other target, has installed as well stays.
-if "$uv" sync --quiet --frozen --inexact --check "$@" 2>/dev/null; then
+if is_complete "$@"; then
     echo "dependencies: up to date"
     exit
 fi
 . tools/pip-settings.sh
 borrow_pip_settings
-echo "installing dependencies (about 5 GB with torch, the first time) ..."
-if [ -n "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then
-    install_from_mirror "$@"
+echo "installing dependencies (up to 6 GB with torch, the first time) ..."
+if wants_cpu_build; then
+    install_without_gpu "$@"
 else
-    "$uv" sync $quiet --frozen --inexact "$@"
+    install_locked "$@"
 fi
+echo "dependencies: $(du -sh "$venv" | cut -f 1) in $venv"

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tiny_policy import CPU, tiny_model_dir, tiny_policy
 
 from dockyard.engine import GenerateRequest
+from dockyard.engine.attention import attend
 from dockyard.engine.batch import Batch, Row
 from dockyard.engine.kv import SCRATCH, KVShape, Pool, PoolSize
+from dockyard.engine.packed import pack_linears, worth_packing
 from dockyard.engine.pooled import Piece, PooledModel, pack
 from dockyard.engine.regions import Region, Regions
 from dockyard.engine.sampling import sample
@@ -140,6 +142,43 @@ def test_steps_of_a_few_sizes_give_the_tokens_of_those_who_asked_and_spoil_nobod
     assert len(Recorded.made) == 2  # for batches of 4 and 8
     for ids, whole, logprobs in zip(sequences, grown, drawn, strict=True):
         np.testing.assert_allclose(logprobs, expected(ids, np.array(whole[len(ids) :], np.int32)), atol=1e-4)
+
+
+@pytest.mark.parametrize("num_shared", [1, 40, 200])
+def test_a_common_prefix_is_read_once_for_all_and_changes_no_output(num_shared: int):
+    torch.manual_seed(0)
+    starts, lengths = [0, 256, 512], [num_shared + 1, num_shared + 9, num_shared + 20]
+    pool_2SGD = torch.randn(2, 768, 2, 8)
+    for start in starts[1:]:
+        pool_2SGD[:, start : start + num_shared] = pool_2SGD[:, :num_shared]
+    slots_R = torch.tensor(starts) + torch.tensor(lengths) - 1
+    rows_3R = torch.tensor([[0, 1, 2, 3], [*starts, 0], [*lengths, 0]], dtype=torch.int32)
+    q_RHD, k_RGD, v_RGD = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    plain, shared = (
+        attend(q_RHD, k_RGD, v_RGD, pool_2SGD.clone(), slots_R, rows_3R, torch.tensor([1, 512, prefix]), 0.3)
+        for prefix in (0, num_shared)
+    )
+    torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_layers_give_what_weights_and_adapters_give_and_follow_them():
+    model = tiny_policy().serving_model()
+    ids = torch.from_numpy(random_ids(0, 12)).long()[None]
+    assert worth_packing(model)
+    for scale in (0.0, 0.1):
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_(std=scale)
+        forget(model)
+        expected_logits = model(ids).logits
+        pack_linears(model)
+        torch.testing.assert_close(model(ids).logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+def forget(model: Any) -> None:
+    """Call all layers as ever."""
+    for module in model.modules():
+        module._compiled_call_impl = None
 
 
 def test_every_batch_up_to_the_largest_has_a_size_that_is_recorded():

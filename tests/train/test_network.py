@@ -76,7 +76,10 @@ def test_logprobs_in_chunks_and_their_gradients_are_those_of_all_logits_at_once(
     assert torch.equal(likeliest_N, all_NV.argmax(-1) == targets_N)
 
 
-def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("trained", "times"), [(False, 1), (True, 2)])
+def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(
+    monkeypatch: pytest.MonkeyPatch, trained: bool, times: int
+):
     monkeypatch.setattr(network, "_CHUNK", 4)
     sizes: list[int] = []
     plain = network.linear
@@ -88,9 +91,23 @@ def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(monkeypatch: py
 
     monkeypatch.setattr(network, "linear", watched)
     hidden = torch.randn(30, 16, requires_grad=True)
-    scored(hidden, torch.randn(50, 16), torch.zeros(30, dtype=torch.int64))[0].sum().backward()
+    weight = torch.randn(50, 16, requires_grad=trained)
+    scored(hidden, weight, torch.zeros(30, dtype=torch.int64))[0].sum().backward()
     assert max(sizes) == 4
-    assert sum(sizes) == 2 * 30  # forward, and once more backward
+    assert sum(sizes) == times * 30  # forward, and once more backward where the head is trained
+
+
+def test_a_frozen_head_gives_the_gradients_that_a_trained_one_gives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network, "_CHUNK", 7)
+    torch.manual_seed(0)
+    hidden = torch.randn(30, 16, dtype=torch.float64, requires_grad=True)
+    weight, slope = torch.randn(50, 16, dtype=torch.float64), torch.randn(30, dtype=torch.float64)
+    targets = torch.randint(0, 50, (30,))
+    grads = [
+        torch.autograd.grad(scored(hidden, weight.clone().requires_grad_(trained), targets)[0], hidden, slope)[0]
+        for trained in (False, True)
+    ]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
 def moe(dense_layers: Sequence[int] = ()) -> Qwen3MoeForCausalLM:

@@ -47,6 +47,7 @@ TORCH_ALLOWED = (
     "engine/batch*",
     "engine/four_bit*",
     "engine/kv*",
+    "engine/packed*",
     "engine/pooled*",
     "engine/sampling*",
     "engine/steps*",

@@ -33,7 +33,10 @@ class Packed:
     The first of these has one more entry, the number of tokens, and so the others have one that means nothing.
     """
     limits: Tensor
-    """On the CPU: at least the most new tokens and the most tokens that any sequence has."""
+    """On the CPU: at least the most new tokens and the most tokens that any sequence has, and a common prefix.
+
+    So many tokens all sequences begin with, and so many keys and values of theirs in the pool are the same.
+    """
 
 
 def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -62,13 +65,13 @@ def attend(
         return _one_by_one(q_THD, pool_2SGD, rows_3R, scale)
     if q_THD.device.type == "cuda":
         return _gathered(q_THD, pool_2SGD, rows_3R, int(limits[1]), scale)
-    return _one_token_each(q_THD, pool_2SGD, rows_3R, scale)
+    return _one_token_each(q_THD, pool_2SGD, rows_3R, int(limits[2]), scale)
 
 
 def _flash(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, limits: Tensor, scale: float) -> Tensor:
     """Regions need not be adjacent: with lengths given, the kernel takes the bounds of keys as beginnings only."""
     bounds_R, starts_R, lengths_R = rows_3R
-    max_q, max_k = limits.tolist()
+    max_q, max_k, _ = limits.tolist()
     return _aten._flash_attention_forward(
         *(q_THD, pool_2SGD[0], pool_2SGD[1], bounds_R, starts_R, max_q, max_k, 0.0, True, False),
         scale=scale,
@@ -91,17 +94,45 @@ def _gathered(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, max_k: int, sca
     return out.flatten(1, 2)
 
 
-def _one_token_each(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:
+def _one_token_each(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared: int, scale: float) -> Tensor:
     """The query heads that share a key head become that head's query positions, so that nothing is copied."""
-    _, starts, lengths = rows_3R.tolist()
+    _, starts, lengths = (numbers[: len(q_RHD)] for numbers in rows_3R.tolist())
+    q_RGqD = q_RHD.unflatten(1, (pool_2SGD.shape[2], -1))
+    num_own = len(starts) * (max(lengths) - num_shared)
+    if num_shared + 2 * num_own < sum(lengths):  # what is copied is read and written
+        return _over_prefix(q_RGqD, pool_2SGD, rows_3R, num_shared, scale).flatten(1, 2)
     keys_1GSD, values_1GSD = pool_2SGD.transpose(1, 2)[:, None]
     outs: list[Tensor] = []
-    for q_1GqD, start, length in zip(
-        q_RHD.unflatten(1, (keys_1GSD.shape[1], -1)).split(1), starts, lengths, strict=False
-    ):
+    for q_1GqD, start, length in zip(q_RGqD.split(1), starts, lengths, strict=True):
         some = slice(start, start + length)
         outs.append(scaled_dot_product_attention(q_1GqD, keys_1GSD[:, :, some], values_1GSD[:, :, some], scale=scale))
     return torch.cat(outs).flatten(1, 2)
+
+
+def _over_prefix(q_RGqD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared: int, scale: float) -> Tensor:
+    """Attention to a common prefix, read once for all sequences, joined with attention to what each has of its own."""
+    starts_R1, lengths_R1 = rows_3R[1:, :-1, None].long()
+    first = int(starts_R1[0])
+    prefix_2GPD = pool_2SGD[:, first : first + num_shared].transpose(1, 2)
+    q_GND = q_RGqD.transpose(0, 1).flatten(1, 2)
+    out_GND, lse_GN = _with_lse(q_GND[None], prefix_2GPD[0, None], prefix_2GPD[1, None], None, scale)
+    shared_RGqD = out_GND[0].unflatten(1, (len(q_RGqD), -1)).transpose(0, 1)
+    shared_RGq = lse_GN[0].unflatten(1, (len(q_RGqD), -1)).transpose(0, 1)
+
+    columns_K = torch.arange(num_shared, int(lengths_R1.max()))
+    seen_RK = columns_K < lengths_R1
+    slots_N = torch.where(seen_RK, starts_R1 + columns_K, 0).flatten()
+    k_RGKD, v_RGKD = (
+        pool_SGD.index_select(0, slots_N).unflatten(0, seen_RK.shape).transpose(1, 2) for pool_SGD in pool_2SGD
+    )
+    own_RGqD, own_RGq = _with_lse(q_RGqD, k_RGKD, v_RGKD, seen_RK[:, None, None, :], scale)
+    return torch.lerp(own_RGqD, shared_RGqD, torch.sigmoid(shared_RGq - own_RGq)[..., None].to(own_RGqD.dtype))
+
+
+def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention on a CPU, and the log-sum-exp of each query's scores."""
+    added = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
 
 
 def _one_by_one(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:

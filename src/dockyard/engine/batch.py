@@ -253,13 +253,19 @@ class Batch:
             return
         start = time.perf_counter()
         self._forget_steps_if_moved()
-        drawn = self._steps.run([_next(row) for row in rows])
+        drawn = self._steps.run([_next(row) for row in rows], self._num_shared(rows))
         for row in rows:
             row.num_run += 1
         self._append(rows, *drawn)
         self.counts.steps += 1
         self.counts.step_tokens += len(rows)
         self.counts.step_s += time.perf_counter() - start
+
+    def _num_shared(self, rows: list[Row]) -> int:
+        """How many tokens all of them begin with, where that is of use; of each at least one is its own."""
+        if not self._shares or self._device.type != "cpu" or len(rows) == 1:
+            return 0
+        return min(common_prefix(rows[0].ids[:-1], row.ids[:-1]) for row in rows[1:])
 
     def _make_room(self, row: Row) -> None:
         """For the token that it runs next, unless it is itself who must go back to waiting."""

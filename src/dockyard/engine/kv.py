@@ -4,10 +4,12 @@ One pool of tokens in every layer; each sequence owns a region of it and fills i
 belongs to one version of the weights; the engine clears it when new weights arrive.
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from dockyard.types import IntArray
 SCRATCH = Region(0, 16)
 """Belongs to nobody: where a pass writes whose batch is larger than its requests."""
 _FIRST_TOKENS = 1024
+_ALIGNMENT = 64
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,10 @@ class PoolSize:
 
 
 def pool_size(shape: KVShape, config: EngineConfig) -> PoolSize:
-    """A GPU's pool begins large: what is recorded there is recorded again when it grows."""
+    """A pool begins large: growing it copies it, and what a GPU has recorded is recorded again."""
     most_bytes = _automatic_bytes(shape.device) if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30)
     most = most_bytes // shape.token_bytes // SCRATCH.size * SCRATCH.size
-    first = min(config.max_batch * _FIRST_TOKENS, most // 4) if shape.device.type == "cuda" else _FIRST_TOKENS
+    first = min(config.max_batch * _FIRST_TOKENS, most // 4)
     finished = 0 if config.deterministic else config.prefix_cache_mb * 2**20 // shape.token_bytes
     return PoolSize(first=min(rounded_up(first), most), most=most, finished=finished)
 
@@ -171,6 +175,8 @@ class Pool:
     def _empty(self, num_tokens: int) -> Tensor:
         """Zeros: what nobody has written yet may be multiplied by 0, and must not be infinite."""
         size = (2, num_tokens, self.shape.num_heads, self.shape.head_dim)
+        if num_tokens and self.shape.device.type == "cpu":
+            return _untouched_zeros(math.prod(size) * self.shape.dtype.itemsize).view(self.shape.dtype).view(size)
         return torch.zeros(size, device=self.shape.device, dtype=self.shape.dtype)
 
     def _forget_oldest(self, besides: Known | None) -> bool:
@@ -179,3 +185,13 @@ class Pool:
         self._finished.remove(known)
         self.give_back(known.region)
         return True
+
+
+def _untouched_zeros(num_bytes: int) -> Tensor:
+    """Numpy's zeros, unlike torch's, take no memory until they are written to. Aligned as torch's are.
+
+    Where memory is aligned otherwise, products may differ in their last digit from those of another run.
+    """
+    spare = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -spare.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(spare[start : start + num_bytes])

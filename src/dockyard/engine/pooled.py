@@ -13,6 +13,7 @@ from torch import Tensor
 from dockyard.engine import attention
 from dockyard.engine.attention import Packed
 from dockyard.engine.kv import SCRATCH, Pool
+from dockyard.engine.packed import pack_linears, worth_packing
 from dockyard.engine.weights import worth_compiling
 from dockyard.types import IntArray
 
@@ -46,7 +47,7 @@ def pack(pieces: Sequence[Piece], device: torch.device) -> Packed:
         torch.from_numpy(positions).to(device)[None],
         torch.from_numpy(positions + np.repeat(starts, counts)).to(device),
         torch.from_numpy(rows).to(device),
-        torch.tensor([max(counts), max(lengths)]),
+        torch.tensor([max(counts), max(lengths), 0]),
     )
 
 
@@ -59,6 +60,7 @@ class PooledModel:
 
     def __init__(self, model: Any, pool: Pool) -> None:
         self.pool = pool
+        self._packs = worth_packing(model)
         self._run_layer: Any = _run_layer
         self._compiled = worth_compiling(model)
         if self._compiled:
@@ -72,6 +74,8 @@ class PooledModel:
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         causal.set_attn_implementation(attention.NAME)
         self._causal = causal
+        if self._packs:
+            pack_linears(causal)
         for index, layer in enumerate(causal.get_decoder().layers):
             layer._compiled_call_impl = partial(self._call, index, layer)
 

@@ -90,12 +90,13 @@ class _Step:
     def __init__(self, model: Model, size: int, max_length: int, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._limits = torch.tensor([1, max_length])
+        self._limits = torch.tensor([1, max_length, 0])
         self._inputs_5B = torch.zeros((5, size), dtype=torch.float64, device=device)
         self._outputs_2B = torch.zeros((2, size), dtype=torch.float64, device=device)
         self.fill([])
 
-    def fill(self, rows: Sequence[Next]) -> None:
+    def fill(self, rows: Sequence[Next], num_shared: int = 0) -> None:
+        self._limits[2] = num_shared
         rows = [*rows, *[_NOBODY] * (self._inputs_5B.shape[1] - len(rows))]
         columns = [(row.token_id, row.start, row.length, row.temperature, row.draw) for row in rows]
         self._inputs_5B.copy_(torch.from_numpy(np.array(columns, dtype=np.float64).T))
@@ -137,15 +138,15 @@ class Steps:
         self._lengths = lengths
         self._steps: dict[tuple[int, int], tuple[_Step, Work]] = {}
 
-    def run(self, rows: Sequence[Next]) -> tuple[list[int], list[float]]:
-        """Each sequence's next token and its logprob."""
+    def run(self, rows: Sequence[Next], num_shared: int = 0) -> tuple[list[int], list[float]]:
+        """Each sequence's next token and its logprob. They all begin with the same `num_shared` tokens."""
         size = _at_least(len(rows), self._sizes)
         length = _at_least(max(row.length for row in rows), self._lengths)
         if (size, length) not in self._steps:
             step = _Step(self._model, size, length, self._device)
             self._steps[size, length] = step, self._record(step.work)
         step, again = self._steps[size, length]
-        step.fill(rows)
+        step.fill(rows, num_shared)
         again()
         return step.read(len(rows))
 

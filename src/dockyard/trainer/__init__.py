@@ -12,6 +12,7 @@ from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render import Renderer
 from dockyard.run_dir import RunDir
 from dockyard.tasks.order import with_steps
+from dockyard.trainer.display import Words
 from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import StepRecord, train
 from dockyard.trainer.method import check_method
@@ -32,7 +33,8 @@ def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner |
     inputs = _prepare(config, run_dir, weights=elsewhere is None)
     config = run_dir.config = with_steps(config, len(inputs.recorded or inputs.tasks.train))
     with open_trackers(config, run_dir) as trackers:
-        with Progress(config.steps) as progress:
+        words = Words.of([*inputs.tasks.train, *inputs.tasks.heldout], inputs.renderer.text)
+        with Progress(config.steps, words=words) as progress:
             interrupt.run(_run(config, run_dir, inputs, progress, trackers, elsewhere))
         summary = summarise(run_dir, wall_s=time.monotonic() - start)
         trackers.conclude(summary)

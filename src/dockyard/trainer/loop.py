@@ -144,13 +144,14 @@ class _Collection:
     """An order under way. What happens before it is shown is shown then."""
 
     def __init__(self, pool: Pool, order: Order, grpo: GRPOConfig) -> None:
+        self._order = order
         self._total = len(order.tasks) * order.group_size
         self._finished: list[Rollout] = []
         self._progress: Progress | None = None
         self.task = asyncio.create_task(collect_signal(pool, order, grpo, self._finish, self._extend))
 
     async def shown(self, progress: Progress, title: str) -> tuple[Group, ...]:
-        progress.begin(title, self._total)
+        progress.begin(title, self._total, self._order.tasks, self._order.group_size)
         for rollout in self._finished:
             progress.finished(rollout)
         self._progress = progress

@@ -31,6 +31,8 @@ from dockyard.types import IntArray
 
 _CHUNK = 2048
 """Tokens whose logits exist at once."""
+_CPU_CHUNK = 128
+"""The same on a CPU, where that many logits stay in its cache, and in memory that was used before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,23 @@ class Lora(lora.Linear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = x.shape[:-1]
+        if x.device.type == "cpu":
+            x = x.flatten(0, -2)  # one matrix, to whose product adapters can be added in place
         out = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return out
-        for name in self.active_adapters:
-            matrices: tuple[Any, Any] = self.lora_A[name], self.lora_B[name]
-            down, up = (matrix.weight.to(x.dtype) for matrix in matrices)
-            out = out + linear(linear(x, down), up) * self.scaling[name]
-        return out
+        if not self.disable_adapters and not self.merged:
+            for name in self.active_adapters:
+                matrices: tuple[Any, Any] = self.lora_A[name], self.lora_B[name]
+                down, up = (matrix.weight.to(x.dtype) for matrix in matrices)
+                out = _plus_product(out, linear(x, down), up, self.scaling[name])
+        return out if out.shape[:-1] == shape else out.unflatten(0, shape)
+
+
+def _plus_product(out: Tensor, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
+    """`out + scaling * linear(x, weight)`. On a CPU in place: there, passes over memory cost as much as the product."""
+    if out.device.type == "cpu":
+        return out.addmm_(x, weight.t(), alpha=scaling)
+    return out + linear(x, weight) * scaling
 
 
 def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
@@ -111,7 +122,7 @@ class Network:
             self._decoder.layers,
             compiled=self._compiled,
             levels=_levels(trainer, on_gpu=self._on_gpu, compiled=self._compiled),
-            head_bytes=_CHUNK * self._head.weight.shape[0] * (8 if self._on_gpu else 24),
+            head_bytes=_chunk(self._head.weight) * self._head.weight.shape[0] * (8 if self._on_gpu else 24),
             gradient_bytes=gradient_bytes(self.model) if full else 0,
         )
 
@@ -273,38 +284,55 @@ class _Padded:
 
 
 class _Head(torch.autograd.Function):
-    """Logprobs from hidden states, some tokens at a time; the backward pass makes each chunk's logits again."""
+    """Logprobs from hidden states, some tokens at a time.
+
+    The backward pass makes each chunk's logits again. A CPU, for which that is a third of the work, need not where the
+    head is frozen: the gradient of a token's hidden state is that of its logprob times a vector that is known at once.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, fused: bool
     ) -> Any:
         statistics = _fused_statistics if fused else _statistics
-        parts: list[tuple[Tensor, ...]] = []
-        for hidden, targets in zip(hidden_ND.split(_CHUNK), targets_N.split(_CHUNK), strict=True):
-            logits_CV = linear(hidden, weight_VD)
-            parts.append(statistics(logits_CV, targets, temperature))
-        logprobs_N, lse_N, entropy_N, likeliest_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N)
         ctx.temperature = temperature
         ctx.slope = _fused_slope if fused else _slope
+        at_once = hidden_ND.device.type == "cpu" and ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        parts: list[tuple[Tensor, ...]] = []
+        slopes: list[Tensor] = []
+        size = _chunk(hidden_ND)
+        for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True):
+            logits_CV = linear(hidden, weight_VD)
+            parts.append(statistics(logits_CV, targets, temperature))
+            if at_once:
+                lse_C = parts[-1][1]
+                slopes.append(ctx.slope(logits_CV, targets, lse_C, torch.ones_like(lse_C), temperature) @ weight_VD)
+        logprobs_N, lse_N, entropy_N, likeliest_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, torch.cat(slopes) if at_once else None)
         ctx.mark_non_differentiable(entropy_N, likeliest_N)
         return logprobs_N, entropy_N, likeliest_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_N = grads[0]
-        hidden_ND, weight_VD, targets_N, lse_N = ctx.saved_tensors
-        columns = zip(*(x.split(_CHUNK) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
+        hidden_ND, weight_VD, targets_N, lse_N, slopes_ND = ctx.saved_tensors
+        if slopes_ND is not None:
+            return (slopes_ND * grad_N[:, None]).to(hidden_ND.dtype), None, None, None, None
+        size = _chunk(hidden_ND)
+        columns = zip(*(x.split(size) for x in (hidden_ND, targets_N, lse_N, grad_N)), strict=True)
         grad_hidden_ND = torch.empty_like(hidden_ND)
         grad_weight_VD = torch.zeros_like(wide(weight_VD)) if ctx.needs_input_grad[1] else None
-        for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(_CHUNK), columns, strict=True):
+        for out, (hidden, targets, lse, grad) in zip(grad_hidden_ND.split(size), columns, strict=True):
             logits_CV = linear(hidden, weight_VD)
             grad_CV = ctx.slope(logits_CV, targets, lse, grad, ctx.temperature)
             torch.mm(grad_CV, weight_VD, out=out)
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden
         return grad_hidden_ND, grad_weight_VD, None, None, None
+
+
+def _chunk(x: Tensor) -> int:
+    return min(_CHUNK, _CPU_CHUNK) if x.device.type == "cpu" else _CHUNK
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, ...]:

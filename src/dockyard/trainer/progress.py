@@ -1,9 +1,9 @@
-"""What a person sees while a run goes on: a live line in a terminal, one log line a step elsewhere."""
+"""What a person sees while a run goes on: a live display in a terminal, one log line a step elsewhere."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -11,17 +11,21 @@ from rich.text import Text
 
 from dockyard.collect.progress import causes_text
 from dockyard.rollout.phases import Phase
-from dockyard.types import Rollout
+from dockyard.trainer.display import Display, Words
+from dockyard.types import Rollout, Task
 
 logger = logging.getLogger(__name__)
+
+_NO_WORDS = Words(text=lambda _: "", folders={})
 
 
 class Progress:
     """Counts rollouts of the present phase and estimates the time left from the steps so far."""
 
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+    def __init__(self, num_steps: int, console: Console | None = None, words: Words = _NO_WORDS) -> None:
         self._console = console or Console(stderr=True)
-        self._live = Live("", console=self._console, transient=True, refresh_per_second=4)
+        self.display = Display(words, num_steps)
+        self._live = Live(self.display, console=self._console, transient=True, refresh_per_second=2)
         self._num_steps = num_steps
         self._title = ""
         self._total = 0
@@ -49,8 +53,9 @@ class Progress:
         else:
             logger.info(text)
 
-    def begin(self, title: str, total: int) -> None:
-        """A phase of this many rollouts begins."""
+    def begin(self, title: str, total: int, tasks: Sequence[Task] = (), group_size: int = 1) -> None:
+        """A phase of this many rollouts begins, `group_size` of each of these tasks."""
+        self.display.begin(title, tasks, group_size)
         self._title, self._total, self._phase_start = title, total, time.monotonic()
         self._rewards, self._done, self._tokens, self._failures = [], 0, 0, Counter()
         self._show()
@@ -68,6 +73,8 @@ class Progress:
             self._rewards.append(rollout.reward)
         if rollout.failure:
             self._failures[rollout.failure.cause] += 1
+        if self._console.is_terminal:
+            self.display.finished(rollout)
         self._show()
 
     def phases(self, counts: Mapping[Phase, int]) -> None:
@@ -78,6 +85,7 @@ class Progress:
     def step(self, step: int, numbers: dict[str, float], failures: dict[str, int]) -> None:
         """A training step is done."""
         self._steps_done = step + 1
+        self.display.rewards.append(numbers["reward/mean"])
         self._step_seconds = [*self._step_seconds[-4:], numbers["time/step_s"]]
         self.say(
             f"step {step + 1}/{self._num_steps}  reward {numbers['reward/mean']:.2f}  "
@@ -103,10 +111,9 @@ class Progress:
         reward = f"{sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else "-"
         failures = causes_text(dict(self._failures))
         doing = "learning" if self._done == self._total and self._title.startswith("step") else "rollouts"
-        self._live.update(
-            Text(
-                f"{self._title}: {doing} {self._done}/{self._total}{self._phases and f' ({self._phases})'}  "
-                f"reward {reward}  "
-                f"{self._tokens / seconds:.0f} tokens/s  failures {failures}  {self._left()}"
-            )
+        self.display.status = Text(
+            f"{self._title}: {doing} {self._done}/{self._total}{self._phases and f' ({self._phases})'}  "
+            f"reward {reward}  "
+            f"{self._tokens / seconds:.0f} tokens/s  failures {failures}  {self._left()}",
+            style="bold",
         )

@@ -127,8 +127,8 @@ def _closing(run: RunDir, summary: dict[str, Any]) -> str:
     )
 
 
-def chart(rewards: Sequence[float]) -> str:
-    """The reward of each step as bars of text."""
+def chart(rewards: Sequence[float], num_steps: int = 0) -> str:
+    """The reward of each step as bars of text, with room for `num_steps` of them."""
     if not rewards:
         return ""
     top = max(1.0, *rewards)
@@ -138,7 +138,7 @@ def chart(rewards: Sequence[float]) -> str:
         bars = "".join(_BARS[round(height * (len(_BARS) - 1))] * 3 for height in heights)
         label = f"{top * (row + 1) / _CHART_ROWS:4.2f}"
         rows.append(f"{label} │{bars}")
-    return "\n".join(["training reward by step", *rows, "     └" + "───" * len(rewards)])
+    return "\n".join(["training reward by step", *rows, "     └" + "───" * max(len(rewards), num_steps)])
 
 
 def draw_curve(summary: dict[str, Any], path: Path) -> None:
