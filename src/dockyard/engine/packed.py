@@ -46,7 +46,7 @@ def _merged(module: Any) -> Tensor:
     return weight
 
 
-def _pack(module: Any, weight: Tensor, bias: Tensor | None) -> None:
+def _pack(module: Any, weight: Tensor, bias: Any) -> None:
     packed = _mkldnn._reorder_linear_weight(weight)
     module._compiled_call_impl = partial(_linear, packed, bias)
 
