@@ -338,8 +338,7 @@ async def test_what_a_killed_sandbox_left_on_the_disk_is_removed_by_the_next_run
         assert killed._sandbox is not None
         killed._sandbox._process.kill()
         await killed._sandbox._process.wait()
-        remove_leftovers()
-        assert len(files()) == (0 if mechanism == "namespaces" else 1)
+        await until(lambda: remove_leftovers() or len(files()) == (0 if mechanism == "namespaces" else 1))
         assert (await running.exec("echo alive")).stdout == "alive\n"
 
 
@@ -458,6 +457,108 @@ async def test_two_sandboxes_share_nothing(tmp_path: Path, marker: str):
         await until(lambda: len(processes(f"sleep {marker}")) == 1)  # the reply does not wait for the others' end
         await a.stop(delete=True)
         assert (await b.exec("cat /app/x")).stdout == "b\n"
+
+
+HONEST = {
+    "mkdir -p a/b/c; echo d >n; ln -s ../../../n a/b/c/l; readlink a/b/c/l; cat a/b/c/l": "../../../n\nd\n",
+    "ln -s /app/deep/file l; readlink l; mkdir deep; "
+    "echo x >l; cat deep/file; realpath l": "/app/deep/file\nx\n/app/deep/file\n",
+    "ln -s here there; tar cf t.tar there; rm there; tar xf t.tar; readlink there": "here\n",
+    "realpath /dev/null; readlink -f /proc/self/cwd": "/dev/null\n/app\n",
+    "cd /; ls -d etc/hostname usr/bin; "
+    "cd usr/bin/../..; pwd; cat ../../etc/hostname": "etc/hostname\nusr/bin\n/\nsandbox\n",
+    "find / -maxdepth 2 -name hostname 2>/dev/null | grep ^/etc; "
+    'test -n "$(find /usr/bin -name env)" && echo found': "/etc/hostname\nfound\n",
+    "printf '#!/bin/bash\\necho $# $0\\n' >s; chmod +x s; ./s $(seq 5000); /app/s 'a b'": "5000 ./s\n1 /app/s\n",
+    "printf '#!/usr/bin/env -S bash -e\\necho $1\\n' >s; chmod 755 s; ./s ok; chmod 644 s; ./s || echo $?": "ok\n126\n",
+    "touch -d 2001-02-03 f; stat -c %y f | cut -c1-10; chmod 640 f; "
+    "stat -c %a f; chown root f; echo $?": "2001-02-03\n640\n0\n",
+    "ln -s gone l; touch -h -d 2001-02-03 l; stat -c %y l | cut -c1-10; chmod 600 l || echo $?": "2001-02-03\n1\n",
+    "python3 -c 'import os; os.sched_setaffinity(os.getpid(), os.sched_getaffinity(0)); print(os.nice(1))'": "1\n",
+    "python3 -c 'import multiprocessing as m; print(sum(m.Pool(2).map(abs, range(-9, 0))))'": "45\n",
+    'python3 -c \'import os; a = "/app/" + "x" * 90; os.symlink(a, "l"); print(len(os.readlink("l")))\'': "95\n",
+    "python3 -c 'import threading as t; "
+    '[(x := t.Thread(target=open, args=("/app/f", "w")), x.start(), x.join()) for _ in range(300)]\'; ls f': "f\n",
+    "mkdir d; cd d; rmdir ../d; pwd; ls ..": "/app/d\n",
+    "git init -q r; cd r; ln -s ../x l; "
+    "git add l; git -c user.name=n -c user.email=e commit -qm m; git clone -q . ../c; readlink ../c/l": "../x\n",
+    "sleep 600 & kill -STOP $!; kill -CONT $!; kill $!; wait $!; echo $?": "143\n",
+}
+"""Commands whose output is the same everywhere."""
+
+
+@pytest.mark.parametrize("command", HONEST)
+async def test_programs_find_the_files_they_name(tmp_path: Path, command: str):
+    async with sandbox(tmp_path) as environment:
+        result = await environment.exec(command, timeout_sec=60)
+        assert result.stdout == HONEST[command], result.stderr
+
+
+CONNECT = """
+import socket, sys
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    for path in sys.argv[1:]:
+        try:
+            s = socket.socket(socket.AF_UNIX, kind)
+            s.connect(path) if kind == socket.SOCK_STREAM else s.sendto(b"x", path)
+            print("reached", path)
+        except OSError as error:
+            print(error)
+"""
+
+
+async def test_sockets_of_the_host_are_out_of_reach(tmp_path: Path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, socket.socket(socket.AF_UNIX) as server:
+        Path(name).chmod(0o711)
+        server.bind(f"{name}/s")  # closed to other users, as most are
+        server.listen()
+        async with sandbox(tmp_path) as environment:
+            (tmp_path / "connect.py").write_text(CONNECT)
+            await environment.upload_file(source_path=tmp_path / "connect.py", target_path="/app/connect.py")
+            ways = (f"{name}/s", f"/proc/self/root{name}/s", f"../../../..{name}/s", f"/app/l/../..{name}/s")
+            said = (await environment.exec(f"ln -s / l; python3 connect.py {' '.join(ways)}")).stdout or ""
+        assert len(said.splitlines()) == 8
+        assert "reached" not in said
+
+
+async def test_modes_and_times_of_the_hosts_files_stay(tmp_path: Path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        file = Path(name, "file")
+        file.write_text("")
+        file.chmod(0o644)
+        os.utime(file, (1, 1))
+        async with sandbox(tmp_path) as environment:
+            for place in (file, f"/proc/self/root{file}", f"../../../..{file}", f"/app/l/../..{file}"):
+                assert (await environment.exec(f"ln -sfn / l; chmod 777 {place}")).return_code != 0
+                await environment.exec(f"touch -c -d 2001-01-01 {place}")
+        assert (file.stat().st_mode & 0o777, file.stat().st_mtime) == (0o644, 1)
+
+
+async def test_a_command_cannot_keep_its_sandbox_alive(tmp_path: Path, marker: str):
+    keep = f"for fd in /proc/[0-9]*/fd/*; do (exec 9>$fd; setsid sleep {marker}) 2>/dev/null & done; sleep 1"
+    async with sandbox(tmp_path) as environment:
+        await environment.exec(keep, timeout_sec=30)
+        started = time.monotonic()
+        await environment.stop(delete=True)
+        assert time.monotonic() - started < 30
+    assert processes(marker) == []
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        "import mmap, time; m = mmap.mmap(-1, 400 << 20); [m.write(b'x' * 4096) for _ in range(102400)]; time.sleep(60)",
+        "import os; os.mkdir('/app/d'); open('/app/d/a', 'wb').write(b'x' * (9 << 20)); open('/app/d/b', 'wb').write("
+        "b'x' * (9 << 20)); os.chmod('/app/d', 0); import time; time.sleep(60)",
+    ],
+    ids=["shared memory", "a closed folder"],
+)
+async def test_what_a_sandbox_takes_in_all_is_bounded(tmp_path: Path, mechanism: str, take: str):
+    if mechanism == "namespaces":
+        pytest.skip("bounded by the kernel: memory of each process, and the size of each file system")
+    async with sandbox(tmp_path, config={"memory_mb": 256, "storage_mb": 9}) as environment:
+        with pytest.raises(SandboxDiedError, match="took more than"):
+            await environment.exec(f'python3 -c "{take}"', timeout_sec=50)
 
 
 async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from dockyard.rollout.sandbox.paths import Paths
 
 ROOT = b"/tmp/dy-1/root"
-PATHS = Paths(ROOT, {b"etc": b"/tmp/dy-1/etc", b"dev": b"/tmp/dy-1/dev"}, frozenset((b"usr", b"bin", b"proc")))
+PATHS = Paths(
+    ROOT,
+    {b"etc": b"/tmp/dy-1/etc", b"dev": b"/tmp/dy-1/dev"},
+    frozenset((b"usr", b"bin", b"proc", b"etc/alternatives", b"dev/null")),
+)
 NAMES = st.sampled_from([b"app", b"tmp", b"usr", b"etc", b"dev", b"x", b"..", b".", b""])
 
 
@@ -31,11 +35,16 @@ def nowhere() -> bytes:
         (b"/usr/lib/gcc/../crt1.o", None),
         (b"/usr/../app/x", ROOT + b"/app/x"),
         (b"/usr/bin/../../../etc/passwd", b"/tmp/dy-1/etc/passwd"),
-        (b"/app/../etc/passwd", ROOT + b"/app/../etc/passwd"),  # the kernel follows the root's own link
+        (b"/app/../etc/passwd", b"/tmp/dy-1/etc/passwd"),
+        (b"/app/../tmp/x", ROOT + b"/tmp/x"),
+        (b"/app/a/../x", ROOT + b"/app/a/../x"),  # the kernel knows where a link leads
         (b"/app/../../work", ROOT + b"/work"),
         (b"/etc/passwd", b"/tmp/dy-1/etc/passwd"),
         (b"/etc/../work/secret", ROOT + b"/work/secret"),
-        (b"/dev/null", b"/tmp/dy-1/dev/null"),
+        (b"/dev/null", None),
+        (b"/dev/shm/x", b"/tmp/dy-1/dev/shm/x"),
+        (b"/etc/alternatives/awk", None),
+        (b"/etc/alternativesx", b"/tmp/dy-1/etc/alternativesx"),
         (ROOT + b"/app/x", None),
     ],
 )
@@ -49,7 +58,13 @@ def test_an_absolute_path_has_its_place_outside(path: bytes, outside: bytes | No
     [
         (ROOT + b"/app", b"x/y", None),
         (ROOT + b"/app", b"x/../y", None),
-        (ROOT + b"/app", b"../tmp", None),  # still below the root
+        (ROOT + b"/app", b"../tmp", ROOT + b"/tmp"),
+        (ROOT + b"/app/a", b"../x", None),
+        (ROOT, b"usr/bin", b"/usr/bin"),
+        (ROOT, b"etc/passwd", b"/tmp/dy-1/etc/passwd"),
+        (ROOT, b"app/x", None),
+        (ROOT + b"/app", b"usr/bin", None),
+        (ROOT + b"/app", b"../usr/bin", b"/usr/bin"),
         (ROOT + b"/app", b"../../x", ROOT + b"/x"),
         (ROOT, b"..", ROOT + b"/"),
         (b"/usr/lib", b"../bin/ls", None),

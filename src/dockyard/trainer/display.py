@@ -170,5 +170,6 @@ def _colour(reward: float | None) -> str:
 
 
 def _short(text: str) -> str:
-    lines = text.splitlines()
+    """The first lines, without characters that a terminal would obey."""
+    lines = ["".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()]
     return "\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])])

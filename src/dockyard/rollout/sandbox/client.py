@@ -22,6 +22,7 @@ MAX_ANSWER_BYTES = 1 << 16
 PIPE_CAPACITY = 1 << 20
 """The most a process may have left in a pipe."""
 KILL_PATIENCE_S = 5.0
+SEAL_PATIENCE_S = 120.0
 CLEAN_UP_PATIENCE_S = 60.0
 """For removing what a task has left on the disk."""
 
@@ -128,7 +129,12 @@ class Sandbox:
         """Every process inside but the server."""
         with ExitStack() as stack:
             control = await self._open(stack, b"kill")
-            if not await _receive(control):
+            try:
+                async with asyncio.timeout(SEAL_PATIENCE_S):
+                    done = await _receive(control)
+            except TimeoutError:  # its server was stopped, which an older Landlock lets a command do
+                raise SandboxDiedError(f"the sandbox did not answer within {SEAL_PATIENCE_S:g} s") from None
+            if not done:
                 raise self._died("the sandbox ended")
 
     async def stop(self) -> None:

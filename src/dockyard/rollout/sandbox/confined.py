@@ -29,7 +29,7 @@ from dockyard.rollout.sandbox.launch import (
     outside_user,
 )
 
-MODULES = ("errands", "server", "landlock", "seccomp", "paths", "tracer", "watcher")
+MODULES = ("errands", "server", "landlock", "paths", "tracer", "seccomp", "watcher")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 TERMINALS = ("ptmx", "pts")
 PREFIX = "dy-"
@@ -60,25 +60,29 @@ def _values(limits: Limits, *, network: bool, user: int | None) -> dict[str, obj
     tops = [name for name in TOP_FOLDERS if Path("/", name).is_dir()]
     etc = [name for name in ETC_OF_HOST if Path("/etc", name).exists()]
     links = {
-        **{f"root/{name}": f"/{name}" for name in ("usr", "proc", *tops)},
-        **{f"root/{name}": f"../{name}" for name in ("etc", "dev")},
+        **{f"root/{name}": os.readlink(f"/{name}") for name in tops if Path("/", name).is_symlink()},
         **{f"etc/{name}": f"/etc/{name}" for name in etc},
         **{f"dev/{name}": f"/dev/{name}" for name in devices if Path("/dev", name).exists()},
         "dev/fd": "/proc/self/fd",
         "root/var/run": "../run",
         **{f"dev/{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))},
     }
+    placeholders = ("usr", "proc", "etc", "dev", *(name for name in tops if not Path("/", name).is_symlink()))
     return {
         "folder": f"{_place()}/{PREFIX}{secrets.token_hex(6)}",
         "user": user,
         "abi": landlock_abi(),
         "network": network,
-        "folders": [*FOLDERS, "/logs/verifier", "/tests"],
+        "folders": [*FOLDERS, "/logs/verifier", "/tests", *(f"/{name}" for name in placeholders)],
         "open_folders": list(OPEN_FOLDERS),
         "etc": etc_files(network=network, user=os.geteuid() if user is None else user),
         "links": links,
         "devices": [f"/dev/{name}" for name in devices],
-        "shared": ["usr", "proc", *tops],
+        "shared": [
+            *("usr", "proc", *tops),
+            *(f"etc/{name}" for name in etc),
+            *(f"dev/{name}" for name in devices),
+        ],
         "readable": ["/usr", "/proc", *(f"/{name}" for name in tops), *(f"/etc/{name}" for name in etc)],
         "max_processes": limits.max_processes,
         "max_memory_bytes": limits.memory_bytes,

@@ -1,7 +1,8 @@
 """Where a path of a confined sandbox really is: names inside to names outside, and back.
 
-Only beginnings change. The kernel follows everything else itself, because links inside are made with the names outside
-(and read with those inside), and because the sandbox's own root has links to what is shared, such as /usr.
+Only beginnings change. The kernel follows everything else itself, because links inside that begin with `/` are made
+with names outside, and read with names inside. What is shared with the host, such as /usr, has the same name outside;
+in the sandbox's own root there are empty folders in its place.
 """
 
 from _collections_abc import Callable
@@ -13,14 +14,18 @@ class Paths:
     """The names of one sandbox. All paths are bytes."""
 
     def __init__(self, root: bytes, moved: dict[bytes, bytes], shared: frozenset[bytes]) -> None:
-        """`moved`: top folders that are elsewhere than below `root`; `shared`: those with the same name outside."""
+        """`moved`: top folders that are elsewhere than below `root`.
+
+        `shared`: what has the same name outside: top folders, and paths below those that are moved.
+        """
         self.root = root
         self._moved = moved
         self._shared = shared
+        self._shared_below = {top: tuple(p for p in shared if p.startswith(top + b"/")) for top in moved}
         self._known: dict[bytes, bytes | None] = {}
 
     def outside(self, path: bytes) -> bytes | None:
-        """The name outside of an absolute path; None where it is the same. `..` is left to the kernel if it can be."""
+        """The name outside of an absolute path; None where it is the same."""
         try:
             return self._known[path]
         except KeyError:
@@ -34,12 +39,16 @@ class Paths:
         """The same for any path; `folder` gives the name outside of what a relative path begins at."""
         if path[:1] == b"/":
             return self.outside(path)
-        if UP not in path or UP not in path.split(b"/"):
+        parts = path.split(b"/")
+        if UP in parts:
+            start = self.inside(folder())
+            normal = _normal(start + b"/" + path)
+            if self._climbs_out(start, parts) or _top(normal) != _top(start):
+                return self._find(normal) or normal
             return None
-        start = self.inside(folder())
-        if not self._climbs_out(start.count(b"/") if start != b"/" else 0, path, is_private=self._is_private(start)):
-            return None
-        return self._find(_normal(start + b"/" + path)) or _normal(start + b"/" + path)
+        if self._is_elsewhere(parts[0]) and self.inside(folder()) == b"/":
+            return self._find(b"/" + path) or b"/" + path
+        return None
 
     def inside(self, path: bytes) -> bytes:
         """The name inside of what the kernel calls `path`."""
@@ -52,29 +61,36 @@ class Paths:
         if path.startswith(self.root + b"/") or path == self.root:
             return None
         plain = path.lstrip(b"/")
-        top, slash, rest = plain.partition(b"/")
-        if top in (b".", UP, b"") and plain:
-            return self._find(_normal(path))
-        is_private = top not in self._shared and top not in self._moved
-        if UP in rest and UP in rest.split(b"/") and self._climbs_out(0, plain, is_private=is_private):
-            return self._find(_normal(path)) or _normal(path)
-        if is_private:
+        parts = plain.split(b"/")
+        if UP in parts or (plain and parts[0] in (b".", b"")):
+            normal = _normal(path)
+            if parts[0] in (b".", b"") or self._climbs_out(b"/", parts) or _top(normal) != parts[0]:
+                return self._find(normal) or normal
+        if not self._is_elsewhere(parts[0]):
             return self.root + b"/" + plain
-        if top in self._moved:
-            return self._moved[top] + slash + rest
+        if parts[0] in self._moved and not self._is_shared(parts[0], plain):
+            return self._moved[parts[0]] + plain[len(parts[0]) :]
         return None
 
-    def _is_private(self, inner: bytes) -> bool:
-        top = inner.lstrip(b"/").partition(b"/")[0]
-        return top not in self._shared and top not in self._moved
+    def _is_elsewhere(self, top: bytes) -> bool:
+        return top in self._shared or top in self._moved
 
-    def _climbs_out(self, depth: int, path: bytes, *, is_private: bool) -> bool:
+    def _is_shared(self, top: bytes, plain: bytes) -> bool:
+        return any(plain == path or plain.startswith(path + b"/") for path in self._shared_below[top])
+
+    def _climbs_out(self, start: bytes, parts: list[bytes]) -> bool:
         """Whether it leads above the root, or up to it from a folder whose parent outside is another."""
-        for part in path.split(b"/"):
+        depth = len([part for part in start.split(b"/") if part])
+        top = _top(start) or parts[0]
+        for part in parts:
             depth += -1 if part == UP else part not in (b"", b".")
-            if depth < 0 or (depth == 0 and part == UP and not is_private):
+            if depth < 0 or (depth == 0 and part == UP and self._is_elsewhere(top)):
                 return True
         return False
+
+
+def _top(path: bytes) -> bytes:
+    return path.lstrip(b"/").partition(b"/")[0]
 
 
 def _normal(path: bytes) -> bytes:

@@ -8,27 +8,31 @@ import ctypes
 import os
 import struct
 
+from dockyard.rollout.sandbox.tracer import ARGS as ARGUMENTS
+from dockyard.rollout.sandbox.tracer import CLONE, OF_A_PROCESS, SENDTO, TRACED
+
 ARCH_X86_64 = 0xC000003E
-X32_BIT = 0x40000000
 ALLOW, TRACE, ERRNO, KILL = 0x7FFF0000, 0x7FF00000, 0x00050000, 0x80000000
 NOTHING, EPERM, EAFNOSUPPORT, ENOSYS = 0, 1, 97, 38
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGS = 0, 4, 16
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 AF_UNIX = 1
-CLONE_UNTRACED = 0x00800000
-
-SOCKET, CLONE, PRCTL = 41, 56, 157
+SOCK_DGRAM = 2  # a bit that streams (1) and sequences of packets (5) do not have
+CLONE_UNTRACED, CLONE_NAMESPACES = 0x00800000, 0x7E020000
+SOCKET, SOCKETPAIR, PRCTL, SETPRIORITY = 41, 53, 157, 141
 PR_SET_DUMPABLE = 4
 """Done by nobody, though the caller is told so: a process that closes its memory could not be traced any more."""
-UNKNOWN = {
-    425: "io_uring_setup",
-    426: "io_uring_enter",
-    427: "io_uring_register",
-    435: "clone3",  # its flags are out of a filter's sight
-    437: "openat2",
-}
-"""Answered as by a kernel that does not have them: programs take the older call, which is translated."""
+
+UNKNOWN = (
+    {425: "io_uring_setup", 426: "io_uring_enter", 427: "io_uring_register", 437: "openat2"}
+    | {435: "clone3"}  # its flags are out of a filter's sight
+    | {132: "utime", 235: "utimes", 261: "futimesat"}
+    | {319: "memfd_create", 447: "memfd_secret"}  # memory of no process, which could not be summed up
+)
+"""Answered as by a kernel that does not have them: programs take another call."""
+FIRST_UNKNOWN = 463
+"""So are all calls that are newer than this list, and those of another architecture's numbering."""
 FORBIDDEN = (
     {101: "ptrace", 310: "process_vm_readv", 311: "process_vm_writev", 312: "kcmp", 438: "pidfd_getfd"}
     | {155: "pivot_root", 161: "chroot", 163: "acct", 165: "mount", 166: "umount2", 167: "swapon", 168: "swapoff"}
@@ -36,26 +40,14 @@ FORBIDDEN = (
     | {303: "name_to_handle_at", 304: "open_by_handle_at", 272: "unshare", 308: "setns", 300: "fanotify_init"}
     | {428: "open_tree", 429: "move_mount", 430: "fsopen", 431: "fsconfig", 432: "fsmount", 442: "mount_setattr"}
     | {256: "migrate_pages", 279: "move_pages", 251: "ioprio_set", 134: "uselib", 135: "personality"}
+    # What outlives a sandbox, or is shared by all processes of a user.
+    | {29: "shmget", 30: "shmat", 31: "shmctl", 64: "semget", 65: "semop", 66: "semctl", 220: "semtimedop"}
+    | {68: "msgget", 69: "msgsnd", 70: "msgrcv", 71: "msgctl", 240: "mq_open", 241: "mq_unlink"}
+    # What Landlock does not guard.
+    | {188: "setxattr", 189: "lsetxattr", 197: "removexattr", 198: "lremovexattr"}
 )
-SHARED_BY_A_USER = {
-    29: "shmget",
-    30: "shmat",
-    31: "shmctl",
-    64: "semget",
-    65: "semop",
-    66: "semctl",
-    220: "semtimedop",
-} | {68: "msgget", 69: "msgsnd", 70: "msgrcv", 71: "msgctl", 240: "mq_open", 241: "mq_unlink"}
-"""By all processes of a user. Allowed where each sandbox has a user of its own."""
-ONLY_FOR_ONESELF = {
-    302: ("prlimit64", (0,)),
-    203: ("sched_setaffinity", (0,)),
-    144: ("sched_setscheduler", (0,)),
-    142: ("sched_setparam", (0,)),
-    314: ("sched_setattr", (0,)),
-    141: ("setpriority", (0, 1)),
-}
-"""(name, the arguments that say whom it is for): allowed where all of them are 0, which is the caller."""
+PRETENDED = {92: "chown", 93: "fchown", 94: "lchown", 260: "fchownat"}
+"""Done by nobody, though the caller is told so: there is one user only, who is called root."""
 
 
 def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -75,25 +67,40 @@ def _answer_by(number: int, *tests: tuple[int, int, int], then: int, otherwise: 
     return b"".join(steps) + _step(RETURN, then) + _step(RETURN, otherwise)
 
 
-def build(traced: frozenset[int], *, network: bool, own_user: bool) -> bytes:
+def build(*, network: bool, own_user: bool) -> bytes:
     """The filter as the kernel takes it."""
-    refused = FORBIDDEN | ({} if own_user else SHARED_BY_A_USER)
     steps = [
         _step(LOAD, ARCH) + _step(JUMP_EQUAL, ARCH_X86_64, 1, 0) + _step(RETURN, KILL),
-        _step(LOAD, NUMBER) + _step(JUMP_GREATER_EQUAL, X32_BIT, 0, 1) + _step(RETURN, ERRNO | ENOSYS),
+        _step(LOAD, NUMBER) + _step(JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1) + _step(RETURN, ERRNO | ENOSYS),
         *(_answer(number, ERRNO | ENOSYS) for number in UNKNOWN),
-        *(_answer(number, ERRNO | EPERM) for number in refused),
+        *(_answer(number, ERRNO | EPERM) for number in FORBIDDEN),
+        *(_answer(number, ERRNO | NOTHING) for number in PRETENDED),
+        # Of all processes of a user, or of a group of them.
+        _answer_by(SETPRIORITY, (0, JUMP_GREATER_EQUAL, 1), then=ERRNO | EPERM, otherwise=TRACE),
         *(
-            _answer_by(number, *((arg, JUMP_EQUAL, 0) for arg in args), then=ALLOW, otherwise=ERRNO | EPERM)
-            for number, (_, args) in ONLY_FOR_ONESELF.items()
+            _answer_by(number, (ARGUMENTS.index(register), JUMP_EQUAL, 0), then=ALLOW, otherwise=TRACE)
+            for number, register in OF_A_PROCESS.items()
         ),
         _answer_by(PRCTL, (0, JUMP_EQUAL, PR_SET_DUMPABLE), then=ERRNO | NOTHING, otherwise=ALLOW),
-        _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED), then=ERRNO | EPERM, otherwise=TRACE),
-        *(_answer(number, TRACE) for number in sorted(traced - {CLONE})),
+        _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED | CLONE_NAMESPACES), then=ERRNO | EPERM, otherwise=TRACE),
+        *(_answer(number, TRACE) for number in sorted(TRACED - {CLONE})),
+        _answer_by(SENDTO, (4, JUMP_EQUAL, 0), then=ALLOW, otherwise=TRACE),
+        *_sockets(network=network, own_user=own_user),
     ]
-    if not network:
-        steps.append(_answer_by(SOCKET, (0, JUMP_EQUAL, AF_UNIX), then=ALLOW, otherwise=ERRNO | EAFNOSUPPORT))
     return b"".join(steps) + _step(RETURN, ALLOW)
+
+
+def _sockets(*, network: bool, own_user: bool) -> list[bytes]:
+    """Landlock does not guard sockets that are files.
+
+    Where a sandbox has a user of its own, the modes of such files do. Else there are only pairs of connected sockets.
+    """
+    if network:
+        return []
+    if own_user:
+        return [_answer_by(SOCKET, (0, JUMP_EQUAL, AF_UNIX), then=ALLOW, otherwise=ERRNO | EAFNOSUPPORT)]
+    datagrams = _answer_by(SOCKETPAIR, (1, JUMP_ANY_BIT, SOCK_DGRAM), then=ERRNO | EAFNOSUPPORT, otherwise=ALLOW)
+    return [_answer(SOCKET, ERRNO | EAFNOSUPPORT), datagrams]
 
 
 def apply(program: bytes) -> None:

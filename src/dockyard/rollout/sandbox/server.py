@@ -26,7 +26,7 @@ SIG_DFL, SIG_IGN = 0, 1
 SIG_BLOCK, SIG_UNBLOCK = 0, 1
 SIGNAL_MASK = (1 << (SIGCHLD - 1)).to_bytes(128, sys.byteorder)
 MAX_ANSWER = 4096
-COMMANDS_PATIENCE_S = 5.0
+COMMANDS_PATIENCE_S = 30.0
 
 type Request = tuple[list[str], str, dict[str, str], int, int]
 
@@ -55,20 +55,22 @@ class Commands:
     def _start(self) -> None:
         self._requests, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         self._requests.settimeout(COMMANDS_PATIENCE_S)
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             self._requests.close()
             self._stand_apart()
             serve(theirs, receipt=b"taken")
         theirs.close()
 
     def _hand_over(self, fds: list[int]) -> bool:
-        """Whether the child lives. One that was stopped and does not answer is left alone: so the command fails."""
+        """Whether the child has taken it. One that a command has stopped is killed."""
         data = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
         try:
             self._requests.sendmsg([b"run"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, data)], _socket.MSG_NOSIGNAL)
             return self._requests.recv(16) != b""
         except TimeoutError:
-            return True
+            send_kill(self._pid)
+            return False
         except OSError:
             return False
 
@@ -306,6 +308,10 @@ def prepare(keep: int) -> None:
 def run_confined(requests: int, stand_apart: Callable[[], None], *, has_scopes: bool) -> None:
     """Serve without namespaces. `has_scopes`: Landlock lets this process signal its own descendants only."""
     close_others(requests)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for fd in range(3):  # what the watcher has there is not for commands
+        os.dup2(nothing, fd)
+    os.close(nothing)
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     call("signal", SIGCHLD, SIG_IGN)
     if has_scopes and can_signal(os.getppid()):

@@ -1,8 +1,9 @@
 """Gives the processes of a confined sandbox paths of their own, by ptrace: each sees /app and finds its own.
 
-A seccomp filter stops a process at calls that name a path. Where the path is elsewhere, it is written anew into a page
-that the process was made to map for that, and the argument is put back when the call returns. This is a convenience,
-not the boundary: a process with threads could change the path in between. What it may reach is up to Landlock.
+A seccomp filter stops a process at calls that name a path. Where the path is elsewhere, it is written into memory that
+the process was made to map for that, and the argument is put back when the call returns. For files this is a
+convenience, not the boundary: a program could change the path in between, and what it may open is up to Landlock. What
+Landlock does not know (modes, times) the tracer does itself, on a file that it has looked at.
 
 x86-64 only. Runs where a sandbox is started, on the standard library alone.
 """
@@ -19,7 +20,7 @@ PEEK, POKE, CONT, GETREGS, SETREGS, SYSCALL = 2, 5, 7, 12, 13, 24
 GETEVENTMSG, SEIZE, LISTEN = 0x4201, 0x4206, 0x4208
 OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000  # sysgood, fork, vfork, clone, exec, seccomp, exitkill
 EVENT_FORK, EVENT_VFORK, EVENT_CLONE, EVENT_EXEC, EVENT_SECCOMP, EVENT_STOP = 1, 2, 3, 4, 7, 128
-SIGTRAP, SYSCALL_STOP = 5, 5 | 0x80
+SYSCALL_STOP = 5 | 0x80
 STOPPING_SIGNALS = (19, 20, 21, 22)
 WALL = 0x40000000
 R10, R9, R8, RAX, RDX, RSI, RDI, ORIG_RAX, RIP = 7, 8, 9, 10, 12, 13, 14, 15, 16
@@ -28,38 +29,47 @@ PATH_MAX = 4096
 PAGE = 4096
 WORD = 8
 SCRATCH_BYTES = 16 * PAGE
-MMAP, READ_WRITE, PRIVATE_ANONYMOUS = 9, 3, 0x22
-AT_FDCWD = -100
-AF_UNIX = 1
-EAGAIN = 11
-MAX_ARGUMENTS = 1 << 12
-MAX_INTERPRETERS = 8
 TEXT_BYTES = 3 * PATH_MAX
+MAX_ARGUMENTS = (SCRATCH_BYTES - TEXT_BYTES - 2 * PATH_MAX) // WORD
+MAX_INTERPRETERS = 8
+MMAP, READ_WRITE, PRIVATE_ANONYMOUS = 9, 3, 0x22
+CLONE_THREAD = 0x10000
+AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_EMPTY_PATH = -100, 0x100, 0x1000
+AF_UNIX = 1
+EPERM, EAGAIN, EACCES, EFAULT = 1, 11, 13, 14
 MASK = (1 << 64) - 1
 
 type Arguments = tuple[tuple[int, int | None], ...]
+LINK_TARGET = -1
+"""Instead of a folder: only an absolute path is elsewhere. A relative one begins where the link will be."""
 FIRST: Arguments = ((0, None),)
 SECOND: Arguments = ((1, None),)
 BOTH: Arguments = ((0, None), (1, None))
 AT: Arguments = ((1, 0),)
 BOTH_AT: Arguments = ((1, 0), (3, 2))
-SYMLINK_AT: Arguments = ((0, None), (2, 1))
+SYMLINK: Arguments = ((0, LINK_TARGET), (1, None))
+SYMLINK_AT: Arguments = ((0, LINK_TARGET), (2, 1))
 PLAIN = (
-    # open stat lstat access truncate chdir mkdir rmdir creat unlink chmod chown lchown utime mknod statfs utimes
-    dict.fromkeys((2, 4, 6, 21, 76, 80, 83, 84, 85, 87, 90, 92, 94, 132, 133, 137, 235), FIRST)
-    # setxattr lsetxattr getxattr lgetxattr listxattr llistxattr removexattr lremovexattr
-    | dict.fromkeys((188, 189, 191, 192, 194, 195, 197, 198), FIRST)
-    # openat mkdirat mknodat fchownat futimesat newfstatat unlinkat fchmodat faccessat utimensat execveat
-    | dict.fromkeys((257, 258, 259, 260, 261, 262, 263, 268, 269, 280, 322), AT)
-    # statx faccessat2 fchmodat2
-    | dict.fromkeys((332, 439, 452), AT)
-    # inotify_add_watch; rename link; renameat linkat renameat2; symlink symlinkat, whose links hold names outside
-    | {254: SECOND, 82: BOTH, 86: BOTH, 264: BOTH_AT, 265: BOTH_AT, 316: BOTH_AT, 88: BOTH, 266: SYMLINK_AT}
+    # open stat lstat access truncate chdir mkdir rmdir creat unlink mknod statfs
+    dict.fromkeys((2, 4, 6, 21, 76, 80, 83, 84, 85, 87, 133, 137), FIRST)
+    # getxattr lgetxattr listxattr llistxattr
+    | dict.fromkeys((191, 192, 194, 195), FIRST)
+    # openat mkdirat mknodat newfstatat unlinkat faccessat execveat statx faccessat2
+    | dict.fromkeys((257, 258, 259, 262, 263, 269, 322, 332, 439), AT)
+    # inotify_add_watch; rename link; renameat linkat renameat2; symlink symlinkat
+    | {254: SECOND, 82: BOTH, 86: BOTH, 264: BOTH_AT, 265: BOTH_AT, 316: BOTH_AT, 88: SYMLINK, 266: SYMLINK_AT}
 )
 """The arguments of a call that are paths, each with the argument that is its folder."""
-READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND = 89, 267, 79, 59, 42, 49
-NEW_PROCESS = (56, 57, 58)  # clone fork vfork
-TRACED = frozenset((*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND, *NEW_PROCESS))
+READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND, SENDTO = 89, 267, 79, 59, 42, 49, 44
+CHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT = 90, 268, 452, 280
+CHANGES = (CHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT)
+CLONE, FORK, VFORK = 56, 57, 58
+NEW_PROCESS = (CLONE, FORK, VFORK)
+OF_A_PROCESS = {302: RDI, 203: RDI, 144: RDI, 142: RDI, 314: RDI, 141: RSI}
+"""prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority: whom they are for."""
+SOCKETS = (CONNECT, BIND, SENDTO)
+TRACED = frozenset((*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, *CHANGES, *NEW_PROCESS, CONNECT, BIND))
+"""Whatever their arguments; `seccomp` asks about some others by theirs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall  # not the library's `ptrace`, which cannot tell a word that was read from an error
@@ -70,8 +80,10 @@ _syscall.restype = ctypes.c_long
 class Tracer:
     """Follows one process and all it starts until the last has ended."""
 
-    def __init__(self, paths: Paths, max_processes: int) -> None:
+    def __init__(self, paths: Paths, writable: tuple[bytes, ...], max_processes: int) -> None:
+        """`writable`: folders, by their names outside, whose files' modes and times may be changed."""
         self._paths = paths
+        self._writable = writable
         self._max_processes = max_processes
         self._registers = (ctypes.c_uint64 * 27)()
         self._registers_at = ctypes.addressof(self._registers)
@@ -80,7 +92,13 @@ class Tracer:
         self._threads: set[int] = set()
         self._servers: set[int] = set()
         """What was forked from the first process and runs no other program."""
+        self._group: dict[int, int] = {}
+        """Of each thread that is not its process's first: that first one."""
+        self._threading: set[int] = set()
+        """Processes at a call that makes a thread."""
         self._scratch: dict[int, int] = {}
+        self._spare: dict[int, list[int]] = {}
+        """Scratch of threads that have ended, for others of their process."""
         self._on_return: dict[int, Callable[[int], None]] = {}
 
     def seize(self, pid: int) -> None:
@@ -108,7 +126,7 @@ class Tracer:
         elif signal == SYSCALL_STOP:
             self._returned(pid)
         elif event in (EVENT_FORK, EVENT_VFORK, EVENT_CLONE):
-            self._announce(pid, event)
+            self._announce(pid)
         elif event == EVENT_STOP:
             self._begun_or_halted(pid, signal)
         elif event == EVENT_EXEC:
@@ -120,33 +138,38 @@ class Tracer:
         self._threads.add(pid)
         self._request(LISTEN if signal in STOPPING_SIGNALS else CONT, pid)
 
-    def _announce(self, pid: int, event: int) -> None:
-        """A new process has its parent's page, by copy or while the parent waits; a new thread needs its own.
+    def _announce(self, pid: int) -> None:
+        """A new process has its parent's scratch, by copy or while the parent waits; a new thread needs its own.
 
-        So does one that began before its parent could tell of it.
+        So does a process that began before its parent could tell of it.
         """
         child = self._message(pid)
         if pid in self._servers:
             self._servers.add(child)
-        if event != EVENT_CLONE and pid in self._scratch and child not in self._threads:
+        if pid in self._threading:
+            self._threading.discard(pid)
+            self._group[child] = self._group.get(pid, pid)
+        elif pid in self._scratch and child not in self._threads:
             self._scratch[child] = self._scratch[pid]
         self._request(CONT, pid)
 
     def _replaced(self, pid: int) -> None:
         """By another program. If it was a thread that called, it has the process's own number from now on."""
         former = self._message(pid)
-        if former != pid:
-            self._forget(former)
-        self._servers.discard(pid)
-        self._scratch.pop(pid, None)
-        self._on_return.pop(former, None)  # the new program has no arguments to be put back
+        self._forget(former)
+        self._forget(pid)
+        self._threads.add(pid)
         self._request(CONT, pid)
 
     def _forget(self, pid: int) -> None:
         self._threads.discard(pid)
         self._servers.discard(pid)
-        self._scratch.pop(pid, None)
+        self._threading.discard(pid)
         self._on_return.pop(pid, None)
+        self._spare.pop(pid, None)
+        scratch, group = self._scratch.pop(pid, None), self._group.pop(pid, None)
+        if group in self._threads and scratch is not None:
+            self._spare.setdefault(group, []).append(scratch)
 
     def _entered(self, pid: int) -> None:
         self._request(GETREGS, pid, self._registers_at)
@@ -161,10 +184,13 @@ class Tracer:
         elif number == GETCWD:
             self._resume_until_return(pid, lambda pid: self._rename_result(pid, registers[RDI], has_end=True))
         elif number in (READLINK, READLINKAT):
-            arguments, buffer = (FIRST, RSI) if number == READLINK else (AT, RDX)
-            self._send_elsewhere(pid, registers, arguments, lambda pid: self._rename_result(pid, registers[buffer]))
+            self._read_link(pid, registers, *((FIRST, RSI, RDX) if number == READLINK else (AT, RDX, R10)))
+        elif number in CHANGES:
+            self._change(pid, registers, AT_FDCWD if number == CHMOD else _signed(registers[RDI]))
+        elif number in SOCKETS:
+            self._address(pid, registers, *((R8, R9) if number == SENDTO else (RSI, RDX)))
         else:
-            self._address(pid, registers)
+            self._allow_for_own(pid, registers)
 
     def _returned(self, pid: int) -> None:
         if then := self._on_return.pop(pid, None):
@@ -175,39 +201,34 @@ class Tracer:
         self._on_return[pid] = then
         self._request(SYSCALL, pid)
 
-    def _send_elsewhere(
-        self,
-        pid: int,
-        registers: list[int],
-        arguments: Arguments,
-        then: Callable[[int], None] | None = None,
-    ) -> None:
+    def _answer(self, pid: int, registers: list[int], result: int) -> None:
+        """Without making the call. Errors are negative."""
+        self._set(pid, registers, {ORIG_RAX: MASK, RAX: result & MASK})
+        self._request(CONT, pid)
+
+    def _send_elsewhere(self, pid: int, registers: list[int], arguments: Arguments) -> None:
         """Replace the paths among the arguments of a call by their names outside, as long as it runs."""
         changed: dict[int, bytes] = {}
         for argument, folder in arguments:
             path = self._string(pid, registers[ARGS[argument]])
-            if path:
-                at = AT_FDCWD if folder is None else _signed(registers[ARGS[folder]])
+            if path is None:
+                self._answer(pid, registers, -EFAULT)
+                return
+            if path and (folder != LINK_TARGET or path[:1] == b"/"):
+                at = AT_FDCWD if folder in (None, LINK_TARGET) else _signed(registers[ARGS[folder]])
                 outside = self._paths.outside_from(path, lambda at=at: _folder(pid, at))
                 if outside is not None:
                     changed[ARGS[argument]] = outside + b"\0"
         if changed:
-            self._call_with(pid, registers, changed, then=then)
-        elif then:
-            self._resume_until_return(pid, then)
+            self._call_with(pid, registers, changed)
         else:
             self._request(CONT, pid)
 
     def _call_with(
-        self,
-        pid: int,
-        registers: list[int],
-        data: dict[int, bytes],
-        values: dict[int, int] | None = None,
-        then: Callable[[int], None] | None = None,
+        self, pid: int, registers: list[int], data: dict[int, bytes], values: dict[int, int] | None = None
     ) -> None:
         """Let the call go on with other data behind some arguments, and put the arguments back when it returns."""
-        place = self._scratch.get(pid)
+        place = self._scratch_of(pid)
         if place is None:
             self._map_scratch(pid, registers)
             return
@@ -221,15 +242,18 @@ class Tracer:
         self._set(pid, registers, changed)
 
         def put_back(pid: int) -> None:
-            if then:
-                then(pid)
             self._request(GETREGS, pid, self._registers_at)
             self._set(pid, list(self._registers), {register: registers[register] for register in changed})
 
         self._resume_until_return(pid, put_back)
 
+    def _scratch_of(self, pid: int) -> int | None:
+        if pid not in self._scratch and (spare := self._spare.get(self._group.get(pid, pid))):
+            self._scratch[pid] = spare.pop()
+        return self._scratch.get(pid)
+
     def _map_scratch(self, pid: int, registers: list[int]) -> None:
-        """Make the process map a page for us, then call again what it was about to call."""
+        """Make the process map some memory for us, then call again what it was about to call."""
         wanted = {RDI: 0, RSI: SCRATCH_BYTES, RDX: READ_WRITE, R10: PRIVATE_ANONYMOUS, R8: MASK, R9: 0}
         self._set(pid, registers, {ORIG_RAX: MMAP, **wanted})
 
@@ -245,11 +269,20 @@ class Tracer:
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
         """Unless there are too many. Servers are not bound: they must be able to start what ends the others."""
-        if pid in self._servers or len(self._threads) < self._max_processes:
-            self._request(CONT, pid)
+        if pid not in self._servers and len(self._threads) >= self._max_processes:
+            self._answer(pid, registers, -EAGAIN)
             return
-        self._set(pid, registers, {ORIG_RAX: MASK, RAX: MASK + 1 - EAGAIN})
+        self._threading.discard(pid)
+        if registers[ORIG_RAX] == CLONE and registers[RDI] & CLONE_THREAD:
+            self._threading.add(pid)
         self._request(CONT, pid)
+
+    def _allow_for_own(self, pid: int, registers: list[int]) -> None:
+        """A call that concerns another process: only if that is in here too."""
+        if _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]]) in (0, *self._threads):
+            self._request(CONT, pid)
+        else:
+            self._answer(pid, registers, -EPERM)
 
     def _rename_result(self, pid: int, buffer: int, *, has_end: bool = False) -> None:
         """A path that the call has written gets its name inside."""
@@ -263,21 +296,85 @@ class Tracer:
         if inside != path and self._write(pid, buffer, inside + b"\0" * has_end):
             self._set(pid, list(self._registers), {RAX: len(inside) + has_end})
 
-    def _address(self, pid: int, registers: list[int]) -> None:
-        """Of a socket in the file system: the second argument, with its size in the third."""
-        size = registers[RDX]
-        address = self._read(pid, registers[RSI], size) if 3 < size <= 110 else b""
-        if address[:2] == struct.pack("=H", AF_UNIX) and address[2:3] == b"/":
-            outside = self._paths.outside(address[2:].partition(b"\0")[0])
+    def _read_link(self, pid: int, registers: list[int], arguments: Arguments, buffer: int, size: int) -> None:
+        """By the tracer: the name outside may be too long for the buffer. Links in /proc are others for everyone."""
+        [(argument, folder)] = arguments
+        path = self._string(pid, registers[ARGS[argument]])
+        at = AT_FDCWD if folder is None else _signed(registers[ARGS[folder]])
+        place = self._place(pid, path, at) if path else None
+        if not path or place is None or (place.startswith(b"/proc/") and path[:1] == b"/"):
+            self._resume_until_return(pid, lambda pid: self._rename_result(pid, registers[buffer]))
+            return
+        try:
+            found = self._paths.inside(os.readlink(place))[: registers[size]]
+            result = len(found) if self._write(pid, registers[buffer], found) else -EFAULT
+        except OSError as error:
+            result = -(error.errno or EACCES)
+        self._answer(pid, registers, result)
+
+    def _change(self, pid: int, registers: list[int], at: int) -> None:
+        """Change a file's mode or times, which Landlock does not guard, if it is one of the sandbox's own."""
+        number = registers[ORIG_RAX]
+        path_at = registers[RDI] if number == CHMOD else registers[RSI]
+        if number == UTIMENSAT and path_at == 0:  # of an open file
+            self._request(CONT, pid)
+            return
+        path = self._string(pid, path_at)
+        flags = registers[R10] if number in (UTIMENSAT, FCHMODAT2) else 0
+        if not path or flags & AT_EMPTY_PATH:
+            self._answer(pid, registers, -EFAULT if path is None else -EACCES)
+            return
+        try:
+            place = self._place(pid, path, at)
+            own = os.O_NOFOLLOW if flags & AT_SYMLINK_NOFOLLOW else 0  # a link's own times
+            file = os.open(place, os.O_PATH | os.O_CLOEXEC | own)
+            try:
+                self._answer(pid, registers, self._change_open(pid, registers, file))
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._answer(pid, registers, -(error.errno or EACCES))
+
+    def _change_open(self, pid: int, registers: list[int], file: int) -> int:
+        """The result of the call on a file that no other name can lead to any more."""
+        name = f"/proc/self/fd/{file}".encode()
+        real = os.readlink(name)
+        if not any(real == folder or real.startswith(folder + b"/") for folder in self._writable):
+            return -EPERM
+        if registers[ORIG_RAX] == UTIMENSAT:
+            times = self._read(pid, registers[RDX], 32) if registers[RDX] else None
+            if times == b"":
+                return -EFAULT
+            result = _syscall(UTIMENSAT, AT_FDCWD, _address_of(name + b"\0"), times and _address_of(times), 0)
+            return result if result == 0 else -ctypes.get_errno()
+        mode = registers[RSI] if registers[ORIG_RAX] == CHMOD else registers[RDX]
+        os.chmod(name, mode & 0o7777)
+        return 0
+
+    def _place(self, pid: int, path: bytes, at: int) -> bytes:
+        """The name outside of any path, as the tracer itself can use it."""
+        outside = self._paths.outside_from(path, lambda: _folder(pid, at))
+        if outside is not None or path[:1] == b"/":
+            return outside or path
+        return _folder(pid, at) + b"/" + path
+
+    def _address(self, pid: int, registers: list[int], address: int, size: int) -> None:
+        """Of a socket in the file system."""
+        given = self._read(pid, registers[address], registers[size]) if 3 <= registers[size] <= 128 else b""
+        if given[:2] == struct.pack("=H", AF_UNIX) and given[2:3] not in (b"", b"\0"):
+            outside = self._paths.outside_from(given[2:].partition(b"\0")[0], lambda: _folder(pid, AT_FDCWD))
             if outside is not None:
-                moved = address[:2] + outside + b"\0"
-                self._call_with(pid, registers, {RSI: moved}, {RDX: len(moved)})
+                moved = given[:2] + outside + b"\0"
+                self._call_with(pid, registers, {address: moved}, {size: len(moved)})
                 return
         self._request(CONT, pid)
 
     def _execute(self, pid: int, registers: list[int]) -> None:
         """A script's interpreter is found here: the kernel would look for it, and name the script, outside."""
         path = self._string(pid, registers[RDI])
+        if path is None:
+            self._answer(pid, registers, -EFAULT)
+            return
         outside = self._paths.outside_from(path, lambda: _folder(pid, AT_FDCWD)) if path else None
         if not path or (outside is None and path[:1] == b"/"):
             self._request(CONT, pid)
@@ -285,52 +382,55 @@ class Tracer:
         words: list[bytes] = []
         place = outside or _folder(pid, AT_FDCWD) + b"/" + path
         while len(words) < MAX_INTERPRETERS and (line := _shebang(place)):
-            words = [*line.split(None, 1), *(words or [path])]
+            words = [*line, *(words or [path])]
             place = self._paths.outside(words[0]) or words[0]
-        if words:
-            self._interpret(pid, registers, words, place)
+        arguments = self._pointers(pid, registers[RSI]) if words else []
+        if words and len(arguments) + len(words) < MAX_ARGUMENTS:
+            self._interpret(pid, registers, words, arguments[1:], place)
         elif outside is not None:
             self._call_with(pid, registers, {RDI: outside + b"\0"})
         else:
             self._request(CONT, pid)
 
-    def _interpret(self, pid: int, registers: list[int], words: list[bytes], program: bytes) -> None:
-        """Run the program at `program` with these words in place of the first argument."""
-        arguments = self._pointers(pid, registers[RSI])
-        if pid not in self._scratch:
+    def _interpret(
+        self, pid: int, registers: list[int], words: list[bytes], arguments: list[int], program: bytes
+    ) -> None:
+        """Run the program at `program` with these words before the arguments."""
+        place = self._scratch_of(pid)
+        if place is None:
             self._map_scratch(pid, registers)
             return
-        begin = self._scratch[pid] + SCRATCH_BYTES - TEXT_BYTES
+        begin = place + SCRATCH_BYTES - TEXT_BYTES
         table, text = b"", b""
         for word in words:
             table += struct.pack("=Q", begin + len(text))
             text += word + b"\0"
-        table += struct.pack(f"={len(arguments[1:]) + 1}Q", *arguments[1:], 0)
+        table += struct.pack(f"={len(arguments) + 1}Q", *arguments, 0)
         self._write(pid, begin, text[:TEXT_BYTES])
         self._call_with(pid, registers, {RDI: program + b"\0", RSI: table})
 
     def _pointers(self, pid: int, address: int) -> list[int]:
-        """A list of addresses that ends with 0, without the 0."""
+        """A list of addresses that ends with 0, without the 0; no more than can be passed on."""
         found: list[int] = []
         while len(found) < MAX_ARGUMENTS and (word := self._peek(pid, address + WORD * len(found))):
             found.append(word)
         return found
 
-    def _string(self, pid: int, address: int) -> bytes:
-        """What is at the address up to a zero; nothing where it cannot be read or is too long for a path."""
+    def _string(self, pid: int, address: int) -> bytes | None:
+        """What is at the address up to a zero; None where it cannot be read or is too long for a path."""
         found = b""
         at = address & -WORD
-        while address and len(found) < PATH_MAX:
+        while len(found) < PATH_MAX:
             word = self._peek(pid, at)
             if word is None:
-                return b""
+                return None
             data = word.to_bytes(WORD, "little")
-            piece, end, _ = (data if found or at >= address else data[address - at :]).partition(b"\0")
+            piece, end, _ = (data if at >= address else data[address - at :]).partition(b"\0")
             found += piece
             if end:
                 return found
             at += WORD
-        return b""
+        return None
 
     def _read(self, pid: int, address: int, size: int) -> bytes:
         """Nothing where not all of it can be read."""
@@ -374,8 +474,13 @@ class Tracer:
         _syscall(PTRACE, request, pid, 0, data)
 
 
+def _address_of(data: bytes) -> int:
+    """In this process; `data` must outlive the call that it is for."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
 def _signed(value: int) -> int:
-    """A folder's descriptor is an int of 32 bits."""
+    """A descriptor or a process's number is an int of 32 bits."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
 
@@ -389,8 +494,8 @@ def _folder(pid: int, descriptor: int) -> bytes:
         return b"/"
 
 
-def _shebang(path: bytes) -> bytes | None:
-    """What a script names as its interpreter; None for other files, and where the kernel would refuse to run it."""
+def _shebang(path: bytes) -> list[bytes] | None:
+    """The interpreter that a script names, with its argument; None for files that are none, or must not be run."""
     if not os.access(path, os.X_OK):
         return None
     try:
@@ -403,4 +508,6 @@ def _shebang(path: bytes) -> bytes | None:
         return None
     finally:
         os.close(file)
-    return begin[2:].partition(b"\n")[0].strip() or None if begin[:2] == b"#!" else None
+    line = begin[2:].partition(b"\n")[0].strip(b" \t").replace(b"\t", b" ") if begin[:2] == b"#!" else b""
+    program, _, argument = line.partition(b" ")
+    return [word for word in (program, argument.strip(b" ")) if word] or None

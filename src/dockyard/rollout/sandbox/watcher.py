@@ -17,14 +17,14 @@ import time
 
 from dockyard.rollout.sandbox import errands, landlock, seccomp, server
 from dockyard.rollout.sandbox.paths import Paths
-from dockyard.rollout.sandbox.tracer import TRACED, Tracer
+from dockyard.rollout.sandbox.tracer import Tracer
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 CAPABILITIES = 64
 CHECK_S = 0.5
 SIGKILL = 9
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BLOCK_BYTES = 512
+ENTRY_BYTES = 1024  # of an empty file too: its name and what the disk keeps about it
 SPARE_BYTES = 1 << 20
 """Beyond a task's storage: a download of all of it is one file in memory, with its headers."""
 
@@ -70,22 +70,32 @@ class Settings:
 def main(settings: Settings, server_socket: int) -> None:
     os.setsid()  # or Ctrl-C would end it before it has cleaned up
     server.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    make_folder(settings)
-    ended, held = os.pipe()
     try:
-        tracer = os.fork()
-        if tracer == 0:
-            os.close(ended)
-            trace(settings, server_socket)
-        os.close(held)
-        os.close(server_socket)
+        make_folder(settings)
+        run(settings, server_socket)
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        if os.path.isdir(settings.folder):
+            errands.empty(settings.folder)
+            os.rmdir(settings.folder)
+
+
+def run(settings: Settings, server_socket: int) -> None:
+    """Until the sandbox has ended, and every process of it."""
+    ended, held = os.pipe()
+    tracer = os.fork()
+    if tracer == 0:
+        os.close(ended)
+        trace(settings, server_socket)
+    os.close(held)
+    os.close(server_socket)
+    try:
         if reason := watch(settings, tracer, ended):
             os.write(2, reason.encode() + b"\n")
+    finally:
         os.kill(tracer, SIGKILL)  # the kernel ends whatever it traces
         reap_all()
-    finally:
-        errands.empty(settings.folder)
-        os.rmdir(settings.folder)
 
 
 def make_folder(settings: Settings) -> None:
@@ -153,12 +163,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def private_bytes(pid: int) -> int:
+    """What it holds of memory that no file on a disk stands for."""
+    total = 0
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            _, resident, shared = file.read().split()[:3]
-    except (OSError, ValueError):
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith((b"RssAnon:", b"RssShmem:")):
+                    total += int(line.split()[1]) << 10
+    except (OSError, ValueError):  # it ended meanwhile
         return 0
-    return (int(resident) - int(shared)) * PAGE_BYTES
+    return total
 
 
 def used_bytes(folder: str, enough: int) -> int:
@@ -166,15 +180,31 @@ def used_bytes(folder: str, enough: int) -> int:
     total = 0
     pending = [folder]
     while pending and total <= enough:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-        except OSError:  # removed meanwhile
-            continue
+        place = pending.pop()
+        for name in names_in(place):
+            path = f"{place}/{name}"
+            try:
+                info = os.lstat(path)
+            except OSError:  # removed meanwhile
+                continue
+            total += info.st_blocks * BLOCK_BYTES + ENTRY_BYTES
+            if errands.is_folder(info):
+                pending.append(path)
     return total
+
+
+def names_in(folder: str) -> list[str]:
+    """Also of a folder that was closed to hide what is in it."""
+    try:
+        return os.listdir(folder)
+    except PermissionError:
+        try:
+            os.chmod(folder, 0o700)
+            return os.listdir(folder)
+        except OSError:
+            return []
+    except OSError:
+        return []
 
 
 def reap_all() -> None:
@@ -198,6 +228,8 @@ def trace(settings: Settings, server_socket: int) -> None:
         largest = settings.storage_bytes + SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         landlock.restrict_files(rules(settings), settings.abi)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)  # a command could open it anew and so keep it from ending
         go, begin = os.pipe()
         child = os.fork()
         if child == 0:
@@ -205,7 +237,8 @@ def trace(settings: Settings, server_socket: int) -> None:
             os.read(go, 1)
             serve(settings, server_socket)
         os.close(server_socket)
-        tracer = Tracer(paths(settings), settings.max_processes)
+        writable = tuple(f"{settings.folder}/{name}".encode() for name in ("root", "dev/shm"))
+        tracer = Tracer(paths(settings), writable, settings.max_processes)
         tracer.seize(child)
         os.close(begin)
         tracer.run()
@@ -231,7 +264,7 @@ def serve(settings: Settings, server_socket: int) -> None:
     try:
         root = os.stat(f"{settings.folder}/root").st_ino
         own_user = settings.user is not None
-        seccomp.apply(seccomp.build(TRACED, network=settings.network, own_user=own_user))
+        seccomp.apply(seccomp.build(network=settings.network, own_user=own_user))
         landlock.stand_apart(settings.abi)
         has_scopes = settings.abi >= landlock.ABI_OF_SCOPES
         if os.stat("/").st_ino != root:
