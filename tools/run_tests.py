@@ -117,15 +117,20 @@ def agents_missing() -> Missing | None:
     return sandbox_missing("namespaces") or agents_not_to_be_had()
 
 
-def docker_missing() -> Missing | None:
+@cache
+def engine_missing() -> Missing | None:
     if succeeds(ENGINE_ANSWERS):
-        return agents_not_to_be_had()
+        return None
     reason = "no Docker engine with compose v2 and buildx answers"
     if not is_debian_root():
         return Missing(reason, "install Docker: https://docs.docker.com/engine/install/")
     if not MAY_INSTALL:
         return Missing(reason, "`make test INSTALL=1` installs Debian's docker.io, iptables and debootstrap")
-    return agents_not_to_be_had() or needs_disk(20, unless=".cache/docker/data")
+    return needs_disk(20, unless=".cache/docker/data")
+
+
+def docker_missing() -> Missing | None:
+    return engine_missing() or agents_not_to_be_had()
 
 
 @cache
@@ -151,13 +156,20 @@ def verifiers_tests(marks: str) -> tuple[str, ...]:
     return tuple(f".cache/verifiers-{release}/bin/pytest tests/verifiers -m '{marks}'" for release in RELEASES)
 
 
+CONTAINER = "tests/docker/test_default_container.py"
 INSTALL_DOCKER = ("sh tools/install-agents.sh", "sh tools/install-docker.sh", "sh tools/build-agent-image.sh")
 
 GROUPS = (
     Group("lint", ("ruff check .", "ruff format --check .")),
     Group(
+        "container",
+        (f"pytest {CONTAINER} {TWO}",),
+        setup=("sh tools/install-docker.sh",),
+        missing=engine_missing,
+    ),
+    Group(
         "docker",
-        (f"pytest tests/docker -m 'not soak' {TWO}", *verifiers_tests("docker")),
+        (f"pytest tests/docker --ignore {CONTAINER} -m 'not soak' {TWO}", *verifiers_tests("docker")),
         setup=(*INSTALL_DOCKER, *INSTALL_VERIFIERS),
         missing=docker_missing,
     ),

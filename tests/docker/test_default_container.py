@@ -28,7 +28,7 @@ def run_in_container(user: int, cache: Path, *command: str, folder: Path = ROOT)
     return subprocess.run(["docker", *options, BASE, *command], capture_output=True, text=True, timeout=2000)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dockyard's cache with the demo's model in it, for any user."""
     folder = tmp_path_factory.mktemp("cache")
