@@ -33,7 +33,8 @@ def pack_linears(model: Any) -> None:
     inside = {id(part) for module in model.modules() if isinstance(module, LoraLinear) for part in module.modules()}
     for module in model.modules():
         if isinstance(module, LoraLinear) and _is_plain(module):
-            _pack(module, _merged(module), module.get_base_layer().bias)
+            base: Any = module.get_base_layer()
+            _pack(module, _merged(module), base.bias)
         elif isinstance(module, nn.Linear) and id(module) not in inside:
             _pack(module, module.weight, module.bias)
 
