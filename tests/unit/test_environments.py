@@ -146,8 +146,8 @@ def test_limits_and_network_reach_harbor():
     limits = EnvironmentConfig(cpus=2, memory_mb=512, storage_mb=256, network="public", kwargs={"max_processes": 9})
     environment = sandbox_site(limits).environment
     assert (environment.override_cpus, environment.override_memory_mb, environment.override_storage_mb) == (2, 512, 256)
-    assert environment.kwargs == {"network": True, "max_processes": 9}
-    assert sandbox_site(EnvironmentConfig()).environment.kwargs == {}
+    assert environment.kwargs == {"network": True, "max_processes": 9, "mechanism": "auto"}
+    assert sandbox_site(EnvironmentConfig(), "landlock").environment.kwargs == {"mechanism": "landlock"}
 
 
 async def test_any_other_type_is_handed_to_harbor_with_its_own_settings():

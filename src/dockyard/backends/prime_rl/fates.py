@@ -40,7 +40,7 @@ _BY_ROLLOUTS = (
     *("tasks.train", "tasks.dataset", "tasks.registry", "tasks.split", "tasks.map", "tasks.repositories"),
     *("tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
-    *("environment.type", "environment.network", "environment.cpus", "environment.memory_mb"),
+    *("environment.type", "environment.sandbox", "environment.network", "environment.cpus", "environment.memory_mb"),
     *("environment.storage_mb", "environment.seal", "environment.kwargs"),
     *("engine.retry_s", "gateway.max_calls", "gateway.max_sampled_tokens", "gateway.max_concurrency", "gateway.tunnel"),
     *("rollout.build_timeout_s", "rollout.setup_timeout_s", "rollout.agent_timeout_s"),

@@ -39,7 +39,7 @@ _BY_ROLLOUTS = (
     *("tasks.repositories", "tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
     "tasks.num_heldout",
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
-    *("environment.type", "environment.network", "environment.cpus", "environment.memory_mb"),
+    *("environment.type", "environment.sandbox", "environment.network", "environment.cpus", "environment.memory_mb"),
     *("environment.storage_mb", "environment.seal", "environment.kwargs"),
     *("gateway.max_calls", "gateway.max_sampled_tokens", "gateway.max_concurrency", "gateway.port"),
     *("gateway.public_url", "gateway.tunnel"),
