@@ -9,6 +9,7 @@ RESUMABLE = frozenset(
         "run_dir",
         "steps",
         "model.device",
+        "environment.sandbox",
         "engine.max_batch",
         "engine.kv_cache_gb",
         "engine.url",
