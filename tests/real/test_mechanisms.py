@@ -126,7 +126,9 @@ async def test_many_rollouts_leave_no_process_no_descriptor_and_no_file(tmp_path
         before = held()
         rollouts = await asyncio.gather(*(runner.run(attempt_at(task, f"r-{i}")) for i in range(24)))
         assert [rollout.reward for rollout in rollouts] == [0.5] * 24
-        assert held() == before
+        async with asyncio.timeout(300):  # only against hanging: pipes are closed by the loop, some rounds later
+            while held() != before:
+                await asyncio.sleep(0.05)
     assert (before.sandboxes, before.folders) == ([], [])
 
 
