@@ -51,31 +51,31 @@ class Sandbox:
     """Processes that see nothing but each other, our server among them. Gone when this object is, or the driver."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, requests: socket.socket, errors: int, mechanism: str
+        self, process: asyncio.subprocess.Process, requests: socket.socket, errors: int, alive: int, mechanism: str
     ) -> None:
         self._process = process
         self._requests = requests
         self._errors = errors
+        self._alive = alive
         self._mechanism = mechanism
 
     @classmethod
     async def start(cls, mechanism: str, limits: Limits, *, network: bool) -> "Sandbox":
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests.setblocking(False)
-        errors = os.memfd_create("errors")
         with ExitStack() as on_error:
             on_error.callback(requests.close)
-            try:
-                with theirs:
-                    process = await _spawn(theirs.fileno(), errors, mechanism, limits, network=network)
-                if not await asyncio.get_running_loop().sock_recv(requests, 16):
-                    await process.wait()
-                    raise SandboxStartError(_last_words(errors) or f"it ended with {process.returncode}")
-            except BaseException:
-                os.close(errors)
-                raise
+            errors = _closing(on_error, os.memfd_create("errors"))
+            watched, alive = os.pipe()
+            _closing(on_error, alive)
+            with theirs, ExitStack() as sent:
+                stdin = _closing(sent, watched)
+                process = await _spawn(theirs.fileno(), stdin, errors, mechanism, limits, network=network)
+            if not await asyncio.get_running_loop().sock_recv(requests, 16):
+                await process.wait()
+                raise SandboxStartError(_last_words(errors) or f"it ended with {process.returncode}")
             on_error.pop_all()
-        return cls(process, requests, errors, mechanism)
+        return cls(process, requests, errors, alive, mechanism)
 
     async def run(
         self, command: Command, *, stdout: Sink, stderr: Sink, stdin: int | None = None, timeout_s: float | None = None
@@ -143,8 +143,7 @@ class Sandbox:
             return
         self._requests.close()
         os.close(self._errors)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        os.close(self._alive)
         try:
             async with asyncio.timeout(KILL_PATIENCE_S if self._mechanism == NAMESPACES else CLEAN_UP_PATIENCE_S):
                 await self._process.wait()
@@ -185,8 +184,9 @@ class Sandbox:
 
 
 async def _spawn(
-    server_socket: int, errors: int, mechanism: str, limits: Limits, *, network: bool
+    server_socket: int, stdin: int, errors: int, mechanism: str, limits: Limits, *, network: bool
 ) -> asyncio.subprocess.Process:
+    """Its stdin ends with the driver."""
     prepare_launch = bwrap.prepare_launch if mechanism == NAMESPACES else confined.prepare_launch
     with prepare_launch(server_socket=server_socket, limits=limits, network=network) as launch:
         return await asyncio.create_subprocess_exec(
@@ -198,7 +198,7 @@ async def _spawn(
             group=launch.user,
             extra_groups=None if launch.user is None else [],
             cwd="/",
-            stdin=asyncio.subprocess.PIPE,  # ends with the driver
+            stdin=stdin,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=errors,
         )
