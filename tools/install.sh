@@ -49,6 +49,10 @@ install_locked() {
 
 install_without_gpu() {
     "$uv" venv --quiet --allow-existing "$venv" # whose Python the build must be for
+    if has_torch; then
+        install_locked "$@"
+        return
+    fi
     if index_has_torch; then
         install_locked "$@"
         echo "torch: no GPU here, so its CPU build from $cpu_index, without CUDA's libraries"

@@ -164,3 +164,14 @@ def test_a_machine_with_a_gpu_gets_what_the_lock_file_says_also_in_place_of_a_cp
 def test_the_locked_build_can_be_asked_for(checkout: Checkout):
     checkout.install("locked")
     assert set(checkout.installed) == {"torch", "nvidia_cublas", "nvidia_cusolver", "triton"}
+
+
+def test_what_is_installed_later_leaves_the_build_of_torch_as_it_is(checkout: Checkout):
+    checkout.install(NO_ANSWER)
+    before = checkout.installed
+    [own] = (checkout.folder / ".venv").glob("lib/python3*/site-packages/dockyard-*.dist-info")
+    shutil.rmtree(own)
+    said = checkout.install(NO_ANSWER)
+    assert "up to date" not in said
+    assert "torch:" not in said
+    assert checkout.installed == before
