@@ -570,7 +570,7 @@ async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_pat
             while len(counts) < 20 or max(counts) <= 10:  # until it has gone off
                 counts.append(len(inside(environment)))
                 await asyncio.sleep(0.02)
-        assert max(counts) < 80  # it was held
+        assert max(counts) <= 64 + 8  # what serves it is not bound
         await environment.seal()
         assert shells(environment) == 0
         assert (await environment.exec("echo alive")).stdout == "alive\n"

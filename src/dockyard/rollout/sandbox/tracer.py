@@ -90,6 +90,10 @@ class Tracer:
         self._word = ctypes.c_uint64()
         self._word_at = ctypes.addressof(self._word)
         self._threads: set[int] = set()
+        self._begun_early: set[int] = set()
+        """Threads that stopped for the first time before their parent could tell of them; some have ended since."""
+        self._forking: set[int] = set()
+        """Threads at a call that makes another, which is counted before it exists."""
         self._servers: set[int] = set()
         """What was forked from the first process and runs no other program."""
         self._group: dict[int, int] = {}
@@ -121,6 +125,7 @@ class Tracer:
                 self._stopped(pid, status >> 8 & 0xFF, status >> 16)
 
     def _stopped(self, pid: int, signal: int, event: int) -> None:
+        self._forking.discard(pid)
         if event == EVENT_SECCOMP:
             self._entered(pid)
         elif signal == SYSCALL_STOP:
@@ -135,7 +140,9 @@ class Tracer:
             self._request(CONT, pid, 0 if event else signal)
 
     def _begun_or_halted(self, pid: int, signal: int) -> None:
-        self._threads.add(pid)
+        if pid not in self._threads:
+            self._threads.add(pid)
+            self._begun_early.add(pid)
         self._request(LISTEN if signal in STOPPING_SIGNALS else CONT, pid)
 
     def _announce(self, pid: int) -> None:
@@ -144,14 +151,22 @@ class Tracer:
         So does a process that began before its parent could tell of it.
         """
         child = self._message(pid)
+        begun = child in self._begun_early
+        self._begun_early.discard(child)
+        if not begun:
+            self._threads.add(child)
+        if child in self._threads:
+            self._adopt(pid, child, begun=begun)
+        self._threading.discard(pid)
+        self._request(CONT, pid)
+
+    def _adopt(self, pid: int, child: int, *, begun: bool) -> None:
         if pid in self._servers:
             self._servers.add(child)
         if pid in self._threading:
-            self._threading.discard(pid)
             self._group[child] = self._group.get(pid, pid)
-        elif pid in self._scratch and child not in self._threads:
+        elif pid in self._scratch and not begun:
             self._scratch[child] = self._scratch[pid]
-        self._request(CONT, pid)
 
     def _replaced(self, pid: int) -> None:
         """By another program. If it was a thread that called, it has the process's own number from now on."""
@@ -163,6 +178,7 @@ class Tracer:
 
     def _forget(self, pid: int) -> None:
         self._threads.discard(pid)
+        self._forking.discard(pid)
         self._servers.discard(pid)
         self._threading.discard(pid)
         self._on_return.pop(pid, None)
@@ -269,9 +285,10 @@ class Tracer:
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
         """Unless there are too many. Servers are not bound: they must be able to start what ends the others."""
-        if pid not in self._servers and len(self._threads) >= self._max_processes:
+        if pid not in self._servers and len(self._threads) + len(self._forking) >= self._max_processes:
             self._answer(pid, registers, -EAGAIN)
             return
+        self._forking.add(pid)
         self._threading.discard(pid)
         if registers[ORIG_RAX] == CLONE and registers[RDI] & CLONE_THREAD:
             self._threading.add(pid)
