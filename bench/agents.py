@@ -21,19 +21,19 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from aiohttp import ClientSession, web
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 import conftest  # noqa: F401 - its settings keep Harbor from calling home
 from agent_clis import Desk
 from agent_stories import STORIES, STORY_END, open_session, renderer, served, terminus_2
 from scripted_policy import Drawn, ScriptedEngine, assert_trained_as_drawn, lines, tokenizer
 
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.calls import Served
 from dockyard.gateway.dialects.chat import Chat
 from dockyard.gateway.dialects.messages import Messages
 from dockyard.gateway.dialects.responses import Responses
-from dockyard.gateway.history import Prompt
+from dockyard.gateway.messages import Prompt
+from dockyard.gateway.protocol import Served
+from dockyard.gateway.server import Gateway
 from dockyard.types import IntArray, Segment
 
 TERMINUS = "terminus-2"

@@ -28,14 +28,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from dockyard.convert.conversation import Conversation
-from dockyard.convert.report import Report
+from dockyard.convert.read import read_trials
+from dockyard.convert.report import ConversionReport
 from dockyard.convert.samples import SampleNumbers, open_writer, samples_of
-from dockyard.convert.trials import read_trials
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.npm_tokenizers import tokenizer_dir
-from tests.plain_jinja import plain_jinja
+from tests.support.npm_tokenizers import tokenizer_dir
+from tests.support.plain_jinja import plain_jinja
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "trials" / "qwen-coder"
 NUM_TURNS, ATTEMPTS = 50, 4
@@ -114,7 +114,7 @@ def _lines(chance: random.Random, count: int) -> str:
 def convert(job: Path, folder: Path) -> Figures:
     """As `dockyard convert JOB --output samples.parquet` does it."""
     renderer = Renderer.load(tokenizer_dir("qwen3"))
-    report, numbers, watch = Report(), SampleNumbers(), Watch()
+    report, numbers, watch = ConversionReport(), SampleNumbers(), Watch()
     with open_writer(folder / "samples.parquet") as writer:
         for found in read_trials(job, renderer):
             report.add(found)

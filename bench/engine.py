@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from dockyard.config import EngineConfig, ModelConfig
-from dockyard.engine import GenerateRequest
+from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.protocol import GenerateRequest
 from dockyard.engine.weights import load_model, share_weights
 from dockyard.types import IntArray
 

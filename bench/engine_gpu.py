@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from update import policy_model
 
 from dockyard.config import EngineConfig, TrainerConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.batch import Counts
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.embedded.scheduler import Counts
+from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.trainer.network import with_adapters
 from dockyard.types import IntArray
 

@@ -31,12 +31,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from dockyard.config import EngineConfig, ModelConfig
-from dockyard.engine.checks import Wanted
-from dockyard.engine.connect import connect
+from dockyard.engine.checks import ServerRequirements
 from dockyard.engine.model_dir import find_model
+from dockyard.engine.open import connect
 from dockyard.engine.weights import load_adapter, load_model
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.server import Gateway
 from dockyard.types import Segment
 
 TOOL = {
@@ -137,7 +137,7 @@ async def rollout(
 
 async def measure(args: argparse.Namespace, model_dir: Path, url: str) -> dict[str, Any]:
     config = EngineConfig(type="vllm", url=url)
-    engine: Any = await connect(config, Wanted.of(args.model, model_dir, RANK))
+    engine: Any = await connect(config, ServerRequirements.of(args.model, model_dir, RANK))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = load_model(model_dir, ModelConfig(device=device, dtype=args.dtype))
     gateway = Gateway(engine, Renderer.load(model_dir, args.model), "policy")

@@ -24,10 +24,10 @@ from gateway_load.agents import Agent
 from gateway_load.litellm import litellm_proxy
 from gateway_load.servers import Rerenderer, Server, own_process, serve_gateway, serve_stub
 
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.npm_tokenizers import tokenizer_dir
+from tests.support.npm_tokenizers import tokenizer_dir
 
 NUM_TURNS, LONG_TOKENS = 10, 60_000
 COLUMNS = "CPU-ms/call first-turn calls/s p50-ms p99-ms alone-p50 alone-p99 MB/rollout MB-at-60k segments"

@@ -11,7 +11,7 @@ from typing import Any
 
 from dockyard.collect.passk import Score, score_rollouts
 from dockyard.errors import DockyardError
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir
 
 
 def heldout(run: RunDir, phase: str) -> dict[str, Score]:

@@ -21,8 +21,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, TrainerConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.weights import load_model
 from dockyard.rl.pack import Example
 from dockyard.rl.trees import plant

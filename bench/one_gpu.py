@@ -41,19 +41,19 @@ from update import random_model
 
 from dockyard.collect.task_sets import task_sets
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.checks import Wanted
-from dockyard.engine.connect import connect
+from dockyard.engine.checks import ServerRequirements
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.own_server import serving
-from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.open import connect
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.remote_engine import RemoteEngine
+from dockyard.engine.vllm_process import serving
 from dockyard.engine.weights import load_model
-from dockyard.gateway.render import Renderer
-from dockyard.run_dir import RunDir
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.run_dir.run import RunDir
+from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import PublishedPolicy, ServedLearner, StepRecord, train
-from dockyard.trainer.parts import Inputs, open_parts
+from dockyard.trainer.modes import RunInputs, open_parts
 from dockyard.trainer.policy import Policy
-from dockyard.trainer.progress import Progress
 from dockyard.types import Group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -244,9 +244,9 @@ class Bench:
     async def run(self, mode: str) -> None:
         config = settings(self.args, self.folder, self.model_dir, MODES[mode])
         self.policy.version = 0  # the adapters go on as they are: only time is measured
-        with RunDir.create(self.folder / mode, config) as run, Progress(config.steps) as progress:
+        with RunDir.create(self.folder / mode, config) as run, TrainingProgress(config.steps) as progress:
             renderer = Renderer.load(self.model_dir, config.model.name)
-            inputs = Inputs(tasks=task_sets(run), recorded=(), model_dir=self.model_dir, renderer=renderer)
+            inputs = RunInputs(tasks=task_sets(run), recorded=(), model_dir=self.model_dir, renderer=renderer)
             async with open_parts(config, run, inputs, progress, self.open_learner) as parts:
                 kept = StepRecord(run, progress, parts.learner, nothing_due, lambda step, numbers: None)
                 await parts.learner.publish()
@@ -369,8 +369,8 @@ def settings(args: argparse.Namespace, folder: Path, model_dir: Path, max_stalen
     )
 
 
-def wanted_of(config: RunConfig, model_dir: Path) -> Wanted:
-    return Wanted.of(config.model.name, model_dir, config.trainer.lora_r, config.rollout.max_staleness + 1)
+def wanted_of(config: RunConfig, model_dir: Path) -> ServerRequirements:
+    return ServerRequirements.of(config.model.name, model_dir, config.trainer.lora_r, config.rollout.max_staleness + 1)
 
 
 def summarise(rows: list[dict[str, Any]], sandbox_s: float) -> dict[str, float]:

@@ -27,11 +27,11 @@ from statistics import fmean
 os.environ.setdefault("HARBOR_TELEMETRY", "off")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
-from dockyard.collect import NoModel, open_pool
+from dockyard.collect.open import NoModel, open_pool
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
 from dockyard.rollout.pool import Order
-from dockyard.run_dir import RunDir
-from dockyard.tasks import load_tasks
+from dockyard.run_dir.run import RunDir
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout
 
 IMAGE = "dockyard/base:1"

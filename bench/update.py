@@ -29,7 +29,7 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM, Qwen
 
 from dockyard.config import GRPOConfig, TrainerConfig
 from dockyard.errors import DockyardError
-from dockyard.rl.pack import Example, Row, pack
+from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree, plant
 from dockyard.trainer.network import _Head
 from dockyard.trainer.policy import Policy
@@ -140,13 +140,13 @@ def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
     return [Tree(trunk=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
 
 
-def side_by_side(examples: list[Example]) -> Row:
+def side_by_side(examples: list[Example]) -> PackedRow:
     """One row of sequences that have nothing in common."""
     alone = [row for item in examples for row in pack([item], len(item.token_ids))]
     starts = np.cumsum([0, *(len(row.token_ids) for row in alone)]).astype(np.int32)
     fields = ("token_ids", "positions", "targets", "old_logprobs", "advantages", "weights")
     together: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in alone]) for name in fields}
-    return Row(
+    return PackedRow(
         ends=np.concatenate([row.ends + start for row, start in zip(alone, starts, strict=False)]),
         sources=np.concatenate([row.sources + start for row, start in zip(alone, starts, strict=False)]),
         segments=np.concatenate([row.segments + index for index, row in enumerate(alone)]).astype(np.int32),

@@ -17,10 +17,10 @@ import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.ledger import Recording
-from dockyard.gateway.render import Renderer
+from dockyard.engine.protocol import GenerateRequest, Generation
+from dockyard.gateway.accounting import Recording
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import AnySession
 from dockyard.types import Finish, IntArray
 
@@ -87,7 +87,7 @@ async def own_process(name: str, serve: Callable[..., None], *arguments: object)
 
 
 class InstantEngine:
-    """Implements `dockyard.engine.Engine`: says the same each time, cut into tokens as no tokenizer would."""
+    """Implements `dockyard.engine.protocol.Engine`: says the same each time, cut into tokens as no tokenizer would."""
 
     context_length = 131_072
     version = 0

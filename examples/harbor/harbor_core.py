@@ -9,7 +9,7 @@ from typing import Any
 from dockyard.cli import main
 from dockyard.cli.rollout import positive
 from dockyard.cli.train import RunTraining
-from dockyard.settings.dotenv import read_dotenv
+from dockyard.settings.load import read_dotenv
 
 __all__ = [
     "DATASET",

@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dockyard.collect.generator import HarborConfig, HarborRolloutGenerator
+    from dockyard.collect.api import HarborConfig, HarborRolloutGenerator
     from dockyard.convert import HarborTrajectoryConverter
 
 __version__ = "0.1.0"
 __all__ = ["HarborConfig", "HarborRolloutGenerator", "HarborTrajectoryConverter", "__version__"]
 
 _WHERE = {
-    "HarborConfig": "dockyard.collect.generator",
-    "HarborRolloutGenerator": "dockyard.collect.generator",
+    "HarborConfig": "dockyard.collect.api",
+    "HarborRolloutGenerator": "dockyard.collect.api",
     "HarborTrajectoryConverter": "dockyard.convert",
 }
 """Loaded when they are asked for: Harbor takes a second to import."""

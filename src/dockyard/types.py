@@ -1,4 +1,4 @@
-"""The nouns of Dockyard as frozen data. Imports nothing of ours, and no torch."""
+"""The nouns of Dockyard as frozen data. This module imports nothing else of Dockyard, and no torch."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +11,7 @@ import numpy.typing as npt
 type IntArray = npt.NDArray[np.int32]
 type FloatArray = npt.NDArray[np.float32]
 type BoolArray = npt.NDArray[np.bool_]
+type Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +132,10 @@ class Group:
     rollouts: tuple[Rollout, ...]
     spare: bool = False
     """Made because another group of its step taught nothing."""
+
+
+def common_prefix(left: IntArray, right: IntArray) -> int:
+    """How many tokens two sequences begin with in common."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length

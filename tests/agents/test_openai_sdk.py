@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from scripted_policy import Line, Say, Script, ScriptedEngine, assert_one_segment, lines, tool_call, turn
 from sdk_loop import TOOLS, ask, converse
 
-from dockyard.gateway.app import Gateway, Patience
+from dockyard.gateway.server import Gateway, Patience
 from dockyard.gateway.sessions import AnySession
 from dockyard.types import Finish
 

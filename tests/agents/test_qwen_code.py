@@ -16,7 +16,7 @@ from scripted_policy import (
     voices,
 )
 
-from dockyard.engine import ContextOverflow
+from dockyard.engine.protocol import ContextOverflow
 from dockyard.types import Finish
 
 

@@ -8,7 +8,7 @@ from scripted_policy import Say, ScriptedEngine, assert_one_segment, assert_trai
 from terminus_trial import attempt
 from trials import skip_without_terminals
 
-from dockyard.engine import ContextOverflow
+from dockyard.engine.protocol import ContextOverflow
 from dockyard.types import Finish
 
 pytestmark = pytest.mark.filterwarnings("default")  # of litellm's many parts

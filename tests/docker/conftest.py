@@ -10,7 +10,7 @@ from docker_environment import NAME
 from dockyard.config import EnvironmentConfig
 from dockyard.rollout.docker import docker_site
 from dockyard.rollout.docker.images import TASK_LABEL
-from dockyard.rollout.site import Site
+from dockyard.rollout.environments import Site
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ import pytest
 from c2bug_repositories import EDITS, IMAGE, build_image, write_dataset
 from docker_engine import docker
 
-from dockyard.collect.generator import HarborConfig, HarborRolloutGenerator
+from dockyard.collect.api import HarborConfig, HarborRolloutGenerator
 from dockyard.tasks.c2bug import write_c2bug_tasks
 
 pytestmark = [

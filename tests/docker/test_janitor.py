@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from docker_engine import BASE, docker
 
-from dockyard.rollout.docker.janitor import remove_leftovers, remove_run
-from dockyard.rollout.docker.owner import PROJECT_LABEL, label_args, owner_labels
+from dockyard.rollout.docker.compose import PROJECT_LABEL, label_args, owner_labels
+from dockyard.rollout.docker.site import remove_leftovers, remove_run
 
 OWN = """
 import socket, subprocess, sys, time

@@ -10,7 +10,7 @@ from harbor.environments.base import SandboxBuildFailedError
 
 from dockyard.config import EnvironmentConfig
 from dockyard.rollout.docker import docker_site
-from dockyard.rollout.site import Site
+from dockyard.rollout.environments import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
 

@@ -11,13 +11,13 @@ from rows import environment_of
 from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig, EngineConfig, ModelConfig
+from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model
-from dockyard.gateway.render import Renderer
-from dockyard.settings import load_run_config
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import KINDS, write_demo_tasks
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.settings.load import load_run_config
+from dockyard.tasks.generated import DEMO_KINDS, write_demo_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("default")]
@@ -33,7 +33,7 @@ def demo_tasks(folder: Path) -> list[Task]:
         # The language that a sandbox speaks: programs quote in it when they complain.
         dockerfile.write_text(text.replace("FROM debian:bookworm-slim", f"FROM {BASE}\nENV LANG=C.UTF-8"))
     tasks = load_tasks(folder / "train")
-    assert {task.kind for task in tasks} == set(KINDS)
+    assert {task.kind for task in tasks} == set(DEMO_KINDS)
     return tasks
 
 

@@ -7,8 +7,8 @@ import pytest
 from docker_engine import BASE
 from docker_environment import COMPOSE, GRADE, code_of, containers_of, reward_of, run_trial, started
 
-from dockyard.rollout.faults import SealError
-from dockyard.rollout.site import Site
+from dockyard.rollout.blame import SealError
+from dockyard.rollout.environments import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
 

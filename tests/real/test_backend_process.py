@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gateway_fakes import write_model
 
-from dockyard.backends.slime.models import MODELS
+from dockyard.backends.slime.layout import MODELS
 
 PATIENCE_S = 1200  # only against hanging
 TRAIN = """

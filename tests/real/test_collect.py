@@ -22,14 +22,14 @@ from trials import skip_without_terminals
 
 from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
-from dockyard.collect import open_pool
 from dockyard.collect.harbor_cli import HarborCliRunner
+from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
 from dockyard.rollout.job import read_job
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.run_dir import EVAL, ROLLOUTS, RunDir
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import write_demo_tasks
+from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
+from dockyard.tasks.generated import write_demo_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")

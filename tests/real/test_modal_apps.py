@@ -24,7 +24,7 @@ from dockyard.backends.modal.whole_run import train_in
 
 ROOT = Path(__file__).parents[2]
 TRAINER, SERVER = ROOT / "examples/harbor/harbor_grpo_modal.py", ROOT / "examples/harbor/modal_openai_server.py"
-STAND_IN = ROOT / "tests/modal_stand_in.py"
+STAND_IN = ROOT / "tests/support/modal_stand_in.py"
 BIN = Path(sys.executable).parent
 PASSES = "echo 1 > /logs/verifier/reward.txt"
 PATIENCE_S = 1200  # only against hanging
@@ -65,7 +65,7 @@ def test_a_whole_run_is_made_there_and_goes_on_under_its_name(tmp_path: Path):
     environment = {
         "MODAL_STAND_IN": str(tmp_path),
         "DOCKYARD_MODAL_MOUNT": str(volume),
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": str(ROOT / "tests" / "support"),
     }
     words = ["--agent=oracle", "--num-rollouts=1", "--n-samples=2", f"--dataset={tmp_path / 'tasks'}"]
     start = [sys.executable, STAND_IN, "run", TRAINER, "--env=modal", "--secrets=keys, more"]
@@ -156,7 +156,7 @@ def test_the_server_speaks_its_dialects_with_the_adapter_that_it_was_deployed_wi
     (model / "config.json").write_text("{}")
     write_adapter(tmp_path / "volume/runs/x/adapters/v00001", 0.5)
     vllm = commands / "vllm"
-    vllm.write_text(FAKE_VLLM.format(python=sys.executable, tests=str(ROOT / "tests"), loaded=str(loaded)))
+    vllm.write_text(FAKE_VLLM.format(python=sys.executable, tests=str(ROOT / "tests" / "support"), loaded=str(loaded)))
     vllm.chmod(0o755)
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's: it may listen where this only stands

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trials import write_task
 from vllm_server import PYTHON
 
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.run_dir.run import RunDir, step_phase
 
 pytestmark = [
     pytest.mark.vllm,
@@ -52,7 +52,7 @@ def small_model(folder: Path) -> Path:
 def settings(folder: Path) -> list[str]:
     for index in range(3):
         write_task(folder / "tasks" / f"task-{index}", TEST_SH)
-    command = [str(PYTHON), str(Path(__file__).parents[1] / "vllm_cpu.py"), "serve"]
+    command = [str(PYTHON), str(Path(__file__).parents[1] / "support" / "vllm_cpu.py"), "serve"]
     values = {
         "run_dir": folder / "run",
         "steps": STEPS,
@@ -79,7 +79,7 @@ def settings(folder: Path) -> list[str]:
 def run(words: list[str]) -> set[Process]:
     """A run to its end; every process that it started."""
     quiet = dict.fromkeys(("VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"), "1")
-    environment = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parents[1])}  # where the agent is
+    environment = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}  # where the agent is
     started: set[Process] = set()
     with subprocess.Popen([sys.executable, "-m", "dockyard", "train", *words], env=environment) as process:
         while process.poll() is None:

@@ -17,13 +17,13 @@ from processes import Process, descendants, wait_until_gone, words_of
 from server_fakes import WANTED, write_adapter
 
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
-from dockyard.engine.connect import connect
-from dockyard.engine.own_server import options, reserved_port, serving, summary
-from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.open import connect
+from dockyard.engine.remote_engine import RemoteEngine
+from dockyard.engine.vllm_process import options, reserved_port, serving, summary
 from dockyard.errors import DockyardError, EngineError
-from dockyard.run_dir import Purpose, RunDir
+from dockyard.run_dir.run import Purpose, RunDir
 
-SCRIPT = Path(__file__).parents[1] / "fake_vllm_command.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "fake_vllm_command.py"
 GPU = ModelConfig()
 
 

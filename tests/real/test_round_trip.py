@@ -15,12 +15,12 @@ from gateway_fakes import FakeEngine, Said, tiny_model, tiny_renderer
 from trials import skip_without_terminals, write_task
 
 from dockyard.cli import main
-from dockyard.collect import open_pool
+from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
+from dockyard.convert.read import Converted, read_trials
 from dockyard.convert.samples import groups_of, read_samples
-from dockyard.convert.trials import Converted, read_trials
 from dockyard.rollout.pool import Order
-from dockyard.run_dir import ROLLOUTS, RunDir
+from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Finish, Rollout, Segment, Task
 
 pytestmark = pytest.mark.filterwarnings("default", "ignore:.*checksum.*:DeprecationWarning")  # litellm has many

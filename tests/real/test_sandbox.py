@@ -29,10 +29,10 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 from processes import Process, descendants
 
-from dockyard.rollout.faults import SandboxDiedError
-from dockyard.rollout.output import Output
+from dockyard.process import Output
+from dockyard.rollout.blame import SandboxDiedError
 from dockyard.rollout.sandbox import ENVIRONMENT
-from dockyard.rollout.sandbox.check import Wanted, check_sandbox, diagnose
+from dockyard.rollout.sandbox.check import SandboxSetting, check_sandbox, diagnose
 from dockyard.rollout.sandbox.client import KILLED
 from dockyard.rollout.sandbox.confined import PLACES, remove_leftovers
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
@@ -52,7 +52,7 @@ GRADE = 'grep -qx 42 /app/answer.txt && r=1 || r=0\necho "$r" >/logs/verifier/re
 class Current:
     """The mechanism that the test under way is about."""
 
-    mechanism: Wanted = "auto"
+    mechanism: SandboxSetting = "auto"
 
 
 @pytest.fixture(params=["namespaces", "landlock"], autouse=True)

@@ -9,7 +9,7 @@ from gateway_fakes import FakeEngine, Said, tiny_renderer
 from trials import make_rollout, skip_without_terminals
 
 from dockyard.config import AgentConfig, RolloutConfig
-from dockyard.engine import ContextOverflow
+from dockyard.engine.protocol import ContextOverflow
 from dockyard.types import Blame, Finish, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")

@@ -17,11 +17,10 @@ from server_fakes import served
 from slime_stand_in import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, slime_args, train_data, unpacked
 
 from dockyard.backends.slime import hooks
-from dockyard.backends.slime.crew import Crew
-from dockyard.backends.slime.post import Post
+from dockyard.backends.slime.worker import RolloutWorker, WorkerKey
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import EVAL, ROLLOUTS, RunDir
-from dockyard.tasks.demo import write_demo_tasks
+from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
+from dockyard.tasks.generated import write_demo_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
@@ -37,7 +36,7 @@ class Bench:
         write_demo_tasks(folder / "demo", num_train=4, num_heldout=4, seed=0)
         self.solutions = solutions(folder / "demo" / "train", folder / "demo" / "heldout")
         router.script = self.solve
-        self.crews: list[Crew] = []
+        self.crews: list[RolloutWorker] = []
         self.runs: list[RunDir] = []
 
     def solve(self, prompt: str) -> str:
@@ -183,7 +182,7 @@ def test_what_is_recorded_is_not_made_again(bench: Bench):
     made = unpacked(hooks.generate_rollout(args, 0, None).samples)
     bench.crews[0].close()
     asked = len(bench.router.drawn)
-    again = Crew(Post.of(args))
+    again = RolloutWorker(WorkerKey.of(args))
     bench.crews.append(again)
     groups = again.collect(0)
     assert len(bench.router.drawn) == asked
@@ -226,7 +225,7 @@ def test_filters_beside_our_own_rollout_function_are_refused(bench: Bench):
 
 async def test_slimes_own_loop_gets_rollouts_one_by_one_and_no_more_at_once_than_are_allowed(bench: Bench):
     args = await asyncio.to_thread(bench.args, **FORKING, rollout={"concurrency": 1, "retries": 0})
-    groups = hooks.TaskSource(args).get_samples(2)
+    groups = hooks.SlimeDataSource(args).get_samples(2)
     made = [list(await asyncio.gather(*(hooks.generate(args, sample, {}) for sample in group))) for group in groups]
     hooks.even_out(args, made)
     samples = unpacked(made)

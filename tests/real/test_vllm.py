@@ -16,17 +16,17 @@ from tiny_policy import CPU
 from vllm_server import CONTEXT, LORA, LORA_FLAGS, MODEL, PYTHON, metric, vllm_server
 
 from dockyard.config import EngineConfig, GRPOConfig, TrainerConfig
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.checks import Wanted
-from dockyard.engine.connect import connect
+from dockyard.engine.checks import ServerRequirements
+from dockyard.engine.http import ModelServer
 from dockyard.engine.model_dir import DEMO_MODEL, find_model
-from dockyard.engine.remote import RemoteEngine, Served
-from dockyard.engine.server import Server
+from dockyard.engine.open import connect
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.remote_engine import RemoteEngine, Served
 from dockyard.engine.vllm import VLLMWire
 from dockyard.engine.weights import load_adapter, load_model
 from dockyard.errors import DockyardError
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.server import Gateway
 from dockyard.rl.pack import Example, pack
 from dockyard.trainer.policy import Policy
 from dockyard.types import Finish, IntArray
@@ -90,7 +90,7 @@ def trainer(model_dir: Path) -> Trainer:
 @asynccontextmanager
 async def engine_at(url: str, model_dir: Path, kind: str = "vllm") -> AsyncGenerator[RemoteEngine]:
     config = EngineConfig.model_validate({"type": kind, "url": url})
-    engine = await connect(config, Wanted.of(DEMO_MODEL, model_dir, RANK))
+    engine = await connect(config, ServerRequirements.of(DEMO_MODEL, model_dir, RANK))
     assert isinstance(engine, RemoteEngine)
     try:
         yield engine
@@ -226,7 +226,7 @@ async def test_a_server_started_without_the_flags_is_refused_with_them(
         with pytest.raises(DockyardError, match="logprobs without the temperature") as raw:
             async with engine_at(url, model_dir):
                 pass
-        engine = RemoteEngine(Server(url), VLLMWire(), Served(name=MODEL, context_length=CONTEXT))
+        engine = RemoteEngine(ModelServer(url), VLLMWire(), Served(name=MODEL, context_length=CONTEXT))
         with pytest.raises(DockyardError, match="cannot load the LoRA adapter") as no_lora:
             await engine.publish(adapter, 0)
         await engine.close()

@@ -15,8 +15,7 @@ from tiny_policy import CPU, tiny_model_dir
 from dockyard.config import ALGORITHMS, GRPOConfig, TrainerConfig
 from dockyard.engine.weights import load_model
 from dockyard.rl.advantage import group_advantages, has_signal
-from dockyard.rl.examples import examples_of
-from dockyard.rl.pack import pack
+from dockyard.rl.pack import examples_of, pack
 from dockyard.rollout.blame import BY_NAME
 from dockyard.trainer.policy import Policy
 from dockyard.types import LIMITS, Blame, Failure, Group, Rollout, Segment

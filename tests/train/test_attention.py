@@ -5,19 +5,19 @@ import torch
 from packed_rows import random_row, row_of
 from torch import Tensor
 
-from dockyard.rl.pack import Row
+from dockyard.rl.pack import PackedRow
 from dockyard.trainer import attention
 from dockyard.trainer.attention import as_row_blocks, blocks_of, rounded_up, row_attention
 
 HEADS, GROUPS, DIM = 6, 2, 8
 
 
-def visible(row: Row) -> Tensor:
+def visible(row: PackedRow) -> Tensor:
     index_T, ends_T = torch.arange(len(row.token_ids)), torch.from_numpy(row.ends)
     return (index_T <= index_T[:, None]) & (index_T[:, None] < ends_T)
 
 
-def plain(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+def plain(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
     k_THD, v_THD = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k_TGD, v_TGD))
     scores_HTT = torch.einsum("qhd,khd->hqk", q_THD, k_THD) / DIM**0.5
     scores_HTT = scores_HTT.masked_fill(~visible(row), -torch.inf)
@@ -26,7 +26,7 @@ def plain(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row: Row) -> tuple[Tensor
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("row", [random_row(), row_of([1, 2, 3, 4, 5])], ids=["trie", "one sequence"])
-def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: Row, dtype: torch.dtype, tolerance: float):
+def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: PackedRow, dtype: torch.dtype, tolerance: float):
     torch.manual_seed(0)
     num = len(row.token_ids)
     inputs = [torch.randn(num, heads, DIM, dtype=dtype, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
@@ -83,7 +83,7 @@ def test_lengths_are_rounded_up_to_few_and_by_little():
 
 
 def test_what_rows_ask_of_a_trunk_is_summed_in_float32():
-    trunk = attention.Trunk(1, 1)
+    trunk = attention.PrefixKV(1, 1)
     for value in [256.0, *[1.0] * 100]:  # from 256 on bfloat16 knows even numbers only
         trunk.add(0, *(torch.full((1, 1, 1), value, dtype=torch.bfloat16) for _ in "kv"))
     assert [total.item() for total in trunk.grads[0]] == [356.0, 356.0]

@@ -11,8 +11,8 @@ from tiny_policy import CPU, make_group, tiny_model_dir, tiny_policy
 from dockyard.config import EvalConfig, GRPOConfig, ModelConfig, RunConfig, TasksConfig, TrainerConfig
 from dockyard.engine.weights import load_model
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import RunDir
-from dockyard.settings import load_run_config
+from dockyard.run_dir.run import RunDir
+from dockyard.settings.load import load_run_config
 from dockyard.trainer.policy import Policy
 
 IDS = torch.arange(3, 40)[None]

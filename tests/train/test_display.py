@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from dockyard.trainer.display import Words
-from dockyard.trainer.progress import Progress
+from dockyard.trainer.display import TrainingProgress, Words
 from dockyard.types import IntArray, Rollout, Segment, Task
 
 TASKS = [Task(name=f"{kind}-{index}", path=Path("nowhere"), kind=kind) for kind in ("copy", "move") for index in (1, 2)]
@@ -31,12 +30,12 @@ def rollout(task: Task, reply: str, reward: float | None) -> Rollout:
     return Rollout(task=task.name, kind=task.kind, attempt=0, segments=(segment,), reward=reward, failure=None)
 
 
-def progress_with(tasks: list[Task], *, terminal: bool = True) -> tuple[Progress, Console]:
+def progress_with(tasks: list[Task], *, terminal: bool = True) -> tuple[TrainingProgress, Console]:
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=terminal, color_system=None)
-    return Progress(3, console, Words.of(tasks, spell)), console
+    return TrainingProgress(3, console, Words.of(tasks, spell)), console
 
 
-def screen(progress: Progress, console: Console) -> str:
+def screen(progress: TrainingProgress, console: Console) -> str:
     with console.capture() as captured:
         console.print(progress.display)
     return captured.get()

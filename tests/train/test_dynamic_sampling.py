@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from dockyard.config import GRPOConfig, RolloutConfig, RunConfig, TasksConfig
-from dockyard.rl.examples import examples_of
-from dockyard.rollout.pool import Pool
+from dockyard.rl.pack import examples_of
+from dockyard.rollout.pool import RolloutPool
 from dockyard.rollout.trial import Attempt
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.run_dir.run import RunDir, step_phase
+from dockyard.trainer.display import TrainingProgress
+from dockyard.trainer.dynamic_sampling import group_metrics
 from dockyard.trainer.loop import TaskRollouts
-from dockyard.trainer.progress import Progress
-from dockyard.trainer.signal import group_metrics
 from dockyard.types import Group, Rollout, Task
 
 STEPS, WANTED = 3, 4
@@ -49,8 +49,8 @@ def config_of(*, max_staleness: int = 0, max_tries: int = 3) -> RunConfig:
 
 
 def rollouts_of(run: RunDir, runner: FakeRunner, tasks: list[Task]) -> TaskRollouts:
-    pool = Pool(runner=runner, run=run, config=run.config.rollout, transcribe=lambda rollout: rollout.task)
-    return TaskRollouts(pool=pool, tasks=tasks, config=run.config, progress=Progress(STEPS))
+    pool = RolloutPool(runner=runner, run=run, config=run.config.rollout, transcribe=lambda rollout: rollout.task)
+    return TaskRollouts(pool=pool, tasks=tasks, config=run.config, progress=TrainingProgress(STEPS))
 
 
 async def collected(rollouts: TaskRollouts) -> list[list[str]]:

@@ -10,9 +10,9 @@ import torch
 from tiny_policy import CPU, make_group, tiny_model_dir, tiny_policy
 
 from dockyard.config import EngineConfig
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.sampling import sample
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.decode import sample
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.weights import load_model
 from dockyard.errors import EngineError
 from dockyard.rl.pack import Example, pack

@@ -11,15 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import CPU, tiny_model_dir, tiny_policy
 
-from dockyard.engine import GenerateRequest
-from dockyard.engine.attention import attend
-from dockyard.engine.batch import Batch, Row
-from dockyard.engine.kv import SCRATCH, KVShape, Pool, PoolSize
-from dockyard.engine.packed import pack_linears, worth_packing
-from dockyard.engine.pooled import Piece, PooledModel, pack
-from dockyard.engine.regions import Region, Regions
-from dockyard.engine.sampling import sample
-from dockyard.engine.steps import Next, Steps, Unrecorded, Work, few_lengths, few_sizes
+from dockyard.engine.embedded.allocator import Region, Regions
+from dockyard.engine.embedded.decode import Next, Steps, Unrecorded, Work, few_lengths, few_sizes, sample
+from dockyard.engine.embedded.kv import SCRATCH, KVPool, KVShape, PoolSize
+from dockyard.engine.embedded.model import Piece, PooledModel, attend, pack, pack_linears, worth_packing
+from dockyard.engine.embedded.scheduler import DecodeRequest, Scheduler
+from dockyard.engine.protocol import GenerateRequest
 from dockyard.engine.weights import load_model
 from dockyard.errors import EngineError
 from dockyard.types import IntArray
@@ -36,13 +33,13 @@ def plain_model() -> Any:
 
 def pooled(*, most: int, first: int = 64, finished: int = 0) -> PooledModel:
     model = load_model(tiny_model_dir(), CPU).eval().requires_grad_(False)
-    return PooledModel(model, Pool(SHAPE, PoolSize(first=first, most=most, finished=finished)))
+    return PooledModel(model, KVPool(SHAPE, PoolSize(first=first, most=most, finished=finished)))
 
 
-def batch_of(*, most: int, max_batch: int = 4, finished: int = 0) -> Batch:
+def batch_of(*, most: int, max_batch: int = 4, finished: int = 0) -> Scheduler:
     model = pooled(most=most, finished=finished)
     steps = Steps(model, DEVICE, Unrecorded, sizes=range(1, max_batch + 1), lengths=[512])
-    return Batch(model, steps, max_batch, 0, shares=finished > 0)
+    return Scheduler(model, steps, max_batch, 0, shares=finished > 0)
 
 
 def expected(prompt: IntArray, sampled: IntArray) -> np.ndarray:
@@ -55,12 +52,12 @@ def random_ids(seed: int, length: int) -> IntArray:
     return np.random.default_rng(seed).integers(3, 300, length).astype(np.int32)
 
 
-def new_row(prompt: IntArray, new: int, seed: int = 0) -> Row:
+def new_row(prompt: IntArray, new: int, seed: int = 0) -> DecodeRequest:
     asked = GenerateRequest(prompt_ids=prompt, max_new_tokens=new, temperature=1.0, stop_ids=frozenset(), seed=seed)
-    return Row(asked, new)
+    return DecodeRequest(asked, new)
 
 
-def run_out(batch: Batch) -> None:
+def run_out(batch: Scheduler) -> None:
     for _ in range(5000):
         if batch.idle:
             return
@@ -68,7 +65,7 @@ def run_out(batch: Batch) -> None:
     raise AssertionError("the batch never ends")
 
 
-def assert_answered(row: Row, new: int) -> None:
+def assert_answered(row: DecodeRequest, new: int) -> None:
     generation = row.future.result(timeout=0)
     assert len(generation.token_ids) == new
     np.testing.assert_allclose(generation.logprobs, expected(row.request.prompt_ids, generation.token_ids), atol=1e-4)
@@ -100,7 +97,7 @@ def test_adapters_are_served_in_the_models_own_number_format():
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    PooledModel(model, Pool(SHAPE, PoolSize(first=64, most=64, finished=0)))
+    PooledModel(model, KVPool(SHAPE, PoolSize(first=64, most=64, finished=0)))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in policy.model.parameters() if parameter.requires_grad} == {torch.float32}
 
@@ -209,8 +206,8 @@ def test_whoever_comes_and_goes_in_a_pool_too_small_for_all_gets_what_they_would
 ):
     batch = batch_of(most=SCRATCH.size + 176, max_batch=max_batch, finished=finished)
     head = random_ids(99, 60)
-    rows: list[Row] = []
-    cancels: dict[int, list[Row]] = {}
+    rows: list[DecodeRequest] = []
+    cancels: dict[int, list[DecodeRequest]] = {}
     now = 0
     for index, (delay, length, new, shared, cancelled) in enumerate(arrivals):
         for _ in range(delay):
@@ -301,7 +298,7 @@ def test_a_request_that_the_pool_can_never_hold_fails_and_the_others_go_on():
 
 
 def test_room_is_made_by_forgetting_finished_sequences_but_not_the_one_that_is_about_to_be_copied():
-    pool = Pool(SHAPE, PoolSize(first=64, most=SCRATCH.size + 160, finished=1000))
+    pool = KVPool(SHAPE, PoolSize(first=64, most=SCRATCH.size + 160, finished=1000))
     for seed in range(2):
         region = pool.take(64)
         assert region

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dockyard.cli import main
 from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, TasksConfig, TrainerConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.weights import load_model
-from dockyard.gateway.history import ASSISTANT, Message, Prompt
-from dockyard.gateway.render import Renderer
-from dockyard.run_dir import HeldoutScore, RunDir
+from dockyard.gateway.messages import ASSISTANT, Message, Prompt
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.run_dir.run import HeldoutScore, RunDir
 from dockyard.trainer.policy import Policy
 
 type Dtype = Literal["auto", "float32", "bfloat16"]

@@ -13,8 +13,8 @@ from tiny_policy import make_group, tiny_model_dir, tiny_policy
 from trials import write_task
 
 from dockyard.cli import main
-from dockyard.run_dir import RunDir, step_phase
-from dockyard.trainer.off_policy import OffPolicy, measure
+from dockyard.run_dir.run import RunDir, step_phase
+from dockyard.trainer.learner import OffPolicy, measure
 from dockyard.types import Group
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]

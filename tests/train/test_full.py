@@ -13,21 +13,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dockyard.backends.launch import Carried, Ignored
-from dockyard.backends.prime_rl import fates as prime_rl
-from dockyard.backends.slime import fates as slime
+from dockyard.backends.prime_rl import setting_support as prime_rl
+from dockyard.backends.slime import setting_support as slime
 from dockyard.cli import main
 from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, TasksConfig, TrainerConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.weights import load_model, load_weights
 from dockyard.errors import DockyardError, EngineError, UsageError
 from dockyard.rl import trees
-from dockyard.rl.examples import examples_of
-from dockyard.run_dir import RunDir
-from dockyard.settings import load_run_config
+from dockyard.rl.pack import examples_of
+from dockyard.run_dir.run import RunDir
+from dockyard.settings.load import load_run_config
 from dockyard.trainer import memory
 from dockyard.trainer.memory import beside_training, bytes_to_train, refuse_too_large
-from dockyard.trainer.method import check_method
+from dockyard.trainer.modes import check_method
 from dockyard.trainer.optimizer import Optimizer
 from dockyard.trainer.policy import Policy
 from dockyard.types import Group

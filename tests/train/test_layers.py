@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from dockyard.config import TrainerConfig
 from dockyard.trainer import layers
-from dockyard.trainer.free_memory import available, left_to_group
+from dockyard.trainer.memory import available, left_to_group
 from dockyard.trainer.network import Network
 
 ROW = random_row()

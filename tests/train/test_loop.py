@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dockyard.config import RolloutConfig, RunConfig
-from dockyard.rollout.pool import Order, Pool
+from dockyard.rollout.pool import Order, RolloutPool
+from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import TaskRollouts, staleness, train
-from dockyard.trainer.progress import Progress
 from dockyard.types import Group, Rollout, Segment, Task
 
 
@@ -85,7 +85,7 @@ class FakePool:
 def rollouts_of(pool: FakePool, steps: int, max_staleness: int) -> TaskRollouts:
     config = RunConfig(steps=steps, rollout=RolloutConfig(max_staleness=max_staleness))
     tasks = [Task(name="t", path=Path("t"), kind="")]
-    return TaskRollouts(pool=cast(Pool, pool), tasks=tasks, config=config, progress=Progress(steps))
+    return TaskRollouts(pool=cast(RolloutPool, pool), tasks=tasks, config=config, progress=TrainingProgress(steps))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])

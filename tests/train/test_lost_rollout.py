@@ -10,7 +10,7 @@ from tiny_policy import tiny_policy
 from trials import attempt_at, trial_runner, write_task
 
 from dockyard.config import AgentConfig, EngineConfig
-from dockyard.engine.transformers import TransformersEngine
+from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.trainer.policy import Policy
 from dockyard.types import Blame, Group
 

@@ -51,13 +51,13 @@ class ModalRun:
 
     def __enter__(self) -> Self:
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTHONPATH": str(ROOT / "tests" / "support"),
             "MODAL_STAND_IN": str(self._stand_in),
             "DOCKYARD_MODAL_MOUNT": str(self._stand_in / "volume"),
             "OPENBLAS_NUM_THREADS": "1",  # a process without threads is copied whole
         }
         self._orders, theirs = Pipe()
-        command = [sys.executable, str(ROOT / "tests/modal_stand_in.py"), "warm", str(theirs.fileno())]
+        command = [sys.executable, str(ROOT / "tests/support/modal_stand_in.py"), "warm", str(theirs.fileno())]
         self._warm = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
         return self

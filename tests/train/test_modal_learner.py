@@ -15,13 +15,12 @@ from tiny_policy import make_group, tiny_model_dir
 from dockyard.backends.modal.learner import RelayedLearner, open_relayed, recorded_groups
 from dockyard.backends.modal.policy import HostedPolicy
 from dockyard.config import RunConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.relay import Json
+from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.relay_server import Handler, RelayServer
 from dockyard.errors import EngineError
-from dockyard.run_dir import RunDir, step_phase
-from dockyard.trainer.embedded import Served, open_learner
-from dockyard.types import Group, Rollout
+from dockyard.run_dir.run import RunDir, step_phase
+from dockyard.trainer.learner import Served, open_learner
+from dockyard.types import Group, Json, Rollout
 
 TOKEN = "token"
 STEPS = 4

@@ -8,12 +8,12 @@ from gateway_fakes import write_model
 from tiny_policy import CPU, tiny_model_dir
 
 from dockyard.config import EngineConfig, ModelConfig
+from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.engine.model_dir import DEMO_MODEL, _installers, find_model
-from dockyard.engine.transformers import TransformersEngine
 from dockyard.engine.weights import load_model, share_weights
 from dockyard.errors import DockyardError, EngineError
-from dockyard.gateway.history import Message, Prompt
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.messages import Message, Prompt
+from dockyard.gateway.render.renderer import Renderer
 
 Usage = namedtuple("Usage", "total used free")
 

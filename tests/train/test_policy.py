@@ -8,8 +8,7 @@ import torch
 from tiny_policy import make_group, tiny_policy
 
 from dockyard.config import TrainerConfig
-from dockyard.rl.examples import examples_of
-from dockyard.rl.pack import Example, pack
+from dockyard.rl.pack import Example, examples_of, pack
 from dockyard.trainer.policy import Policy, learning_rate
 from dockyard.trainer.policy import _add as add_gradients
 from dockyard.types import Blame, Failure, Group, Rollout

@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dockyard.cli import main
 from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, TasksConfig, TrainerConfig
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.engine.four_bit import num_weights, quantised_share
-from dockyard.engine.transformers import TransformersEngine
-from dockyard.engine.weights import load_model
+from dockyard.engine.embedded.engine import TransformersEngine
+from dockyard.engine.protocol import GenerateRequest, Generation
+from dockyard.engine.weights import load_model, num_weights, quantised_share
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
-from dockyard.trainer.method import check_method
+from dockyard.run_dir.run import RunDir
+from dockyard.trainer.modes import check_method
 from dockyard.trainer.network import Network
 from dockyard.trainer.policy import Policy
 

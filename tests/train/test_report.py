@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from dockyard.config import RunConfig
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
 from dockyard.trainer.report import chart, draw_curve, report, summarise
 from dockyard.types import Blame, Failure, Rollout
 

@@ -14,7 +14,7 @@ from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, num_recorded, wri
 from killable_runs import settings as killable_settings
 from processes import Process, descendants, wait_until_gone
 
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.run_dir.run import RunDir, step_phase
 
 STEPS, NUM_HELDOUT = 5, 3
 PATIENCE_S = 1200  # only against hanging
@@ -35,7 +35,7 @@ def settings(folder: Path) -> list[str]:
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("ab") as out:
         return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)

@@ -8,9 +8,9 @@ from tiny_policy import tiny_model_dir
 
 from dockyard.config import EngineConfig, RunConfig
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.remote_engine import RemoteEngine
 from dockyard.errors import DockyardError
-from dockyard.trainer.parts import open_server
+from dockyard.trainer.modes import open_server
 
 
 def config_for(kind: str, url: str) -> RunConfig:

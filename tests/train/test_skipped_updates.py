@@ -9,9 +9,9 @@ import pytest
 
 from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
+from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import PublishedPolicy, StepRecord
-from dockyard.trainer.progress import Progress
 from dockyard.types import Group, Rollout
 
 GROUPS = (
@@ -35,7 +35,7 @@ def no_tracker(step: int, numbers: Mapping[str, float]) -> None: ...
 
 
 def record_of(run: RunDir) -> StepRecord:
-    return StepRecord(run, Progress(9), cast(PublishedPolicy, FakeLearner()), no_evaluation, no_tracker)
+    return StepRecord(run, TrainingProgress(9), cast(PublishedPolicy, FakeLearner()), no_evaluation, no_tracker)
 
 
 async def record(run: RunDir, first: int, skipped: list[float | None]) -> None:

@@ -11,7 +11,7 @@ from tiny_policy import tiny_model_dir
 from trials import write_task
 
 from dockyard.cli import main
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.trainer import loop
 from dockyard.trainer.heldout import Heldout
 from dockyard.types import Group

@@ -13,7 +13,7 @@ import pytest
 
 from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrackerConfig
 from dockyard.errors import UsageError
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 from dockyard.trainer.trackers import Trackers, check_trackers, open_trackers
 
 STEPS: list[dict[str, float]] = [

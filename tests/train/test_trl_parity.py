@@ -11,9 +11,8 @@ from tiny_policy import make_group, tiny_model_dir
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dockyard.config import GRPOConfig
-from dockyard.rl.examples import examples_of
 from dockyard.rl.loss import Batch, batch_loss
-from dockyard.rl.pack import Example, Row, pack
+from dockyard.rl.pack import Example, PackedRow, examples_of, pack
 from dockyard.types import Group, Rollout
 
 pytestmark = [
@@ -126,7 +125,7 @@ def our_loss(model: Any, group: Group, config: GRPOConfig) -> torch.Tensor:
     return total
 
 
-def our_batch(model: Any, example: Example, row: Row, config: GRPOConfig) -> Batch:
+def our_batch(model: Any, example: Example, row: PackedRow, config: GRPOConfig) -> Batch:
     logprobs_N = logprobs(model, example)
     recorded_N = torch.from_numpy(row.old_logprobs)
     return Batch(

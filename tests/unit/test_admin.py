@@ -13,7 +13,7 @@ from gateway_fakes import FakeEngine, Said, tiny_renderer
 
 from dockyard.errors import EngineError
 from dockyard.gateway.admin import Admin, Publish
-from dockyard.gateway.app import Gateway, Patience
+from dockyard.gateway.server import Gateway, Patience
 
 TOKEN = "the-admin-token"
 BODY = {"messages": [{"role": "user", "content": "count the lines"}]}

@@ -17,11 +17,10 @@ from harbor.utils.env import is_sensitive_env_key
 
 from dockyard.config import AgentConfig
 from dockyard.errors import UsageError
-from dockyard.rollout.agents import Endpoint, agent_config, check_agent, runs_inside
-from dockyard.rollout.agents.listing import list_agents
 from dockyard.rollout.agents.preinstalled import AgentMissingError
-from dockyard.rollout.agents.rows import FORMATS, agent_names, class_of, row_of
-from dockyard.rollout.agents.table import ROWS, Dialect, Wiring
+from dockyard.rollout.agents.rows import FORMATS, agent_names, class_of, list_agents, row_of
+from dockyard.rollout.agents.table import ROWS, AgentDialect, Wiring
+from dockyard.rollout.agents.wiring import Endpoint, agent_config, check_agent, runs_inside
 
 KEY = "a-key-of-one-rollout"
 ENDPOINT = Endpoint(root_url="http://gateway:8000", key=KEY)
@@ -48,7 +47,7 @@ def test_a_usable_agent_gets_the_gateway_its_key_and_both_time_limits(name: str)
         50 if row_of(name).limits_setup else None,
     )
     assert AgentFactory.get_agent_class_from_config(config).name() in (name, class_of(name).name())
-    if row_of(name).dialect is Dialect.NONE:
+    if row_of(name).dialect is AgentDialect.NONE:
         assert KEY not in config.model_dump_json()
         return
     assert KEY in config.env.values()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dockyard import warden
-from dockyard.backends.launch import Backend, Carried, Launch, clear_away, start
+from dockyard import supervise
+from dockyard.backends.launch import Backend, BackendLaunch, Carried, clear_away, read_task_list, start
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
-from dockyard.backends.task_list import read_task_list
 from dockyard.cli import main
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
@@ -154,14 +153,14 @@ def test_passes_become_steps(capsys: pytest.CaptureFixture[str]):
 
 def test_a_program_that_is_not_there_is_named():
     with pytest.raises(DockyardError, match="`no-such-program` is not installed"):
-        start(Launch(command=("no-such-program",)))
+        start(BackendLaunch(command=("no-such-program",)))
 
 
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_a_command_gets_its_environment_and_folder_and_gives_its_code(tmp_path: Path, ending: str, code: int):
     script = f"import os, sys; open('here', 'w').write(os.environ['MINE']); {ending}"
     command = (sys.executable, "-c", script)
-    assert start(Launch(command=command, environment={"MINE": "yes"}, directory=tmp_path)) == code
+    assert start(BackendLaunch(command=command, environment={"MINE": "yes"}, directory=tmp_path)) == code
     assert (tmp_path / "here").read_text() == "yes"
 
 
@@ -181,7 +180,7 @@ def test_containers_that_killed_processes_left_are_removed_where_docker_is_used(
 
 
 def guarded(script: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-I", warden.__file__, str(patience_s), "sh", "-c", script]
+    words = [sys.executable, "-I", supervise.__file__, str(patience_s), "sh", "-c", script]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout
     assert process.stdout.readline() == b"ready\n"

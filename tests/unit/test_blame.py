@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from dockyard.config import AgentConfig
-from dockyard.gateway.ledger import Recording
+from dockyard.gateway.accounting import Recording
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.blame import CAUSES, Guilt, failure_of, is_worth_retrying
 from dockyard.types import Blame

@@ -14,15 +14,15 @@ from c2bug_repositories import git
 
 from dockyard.cli import main
 from dockyard.errors import DockyardError, UsageError
-from dockyard.tasks import load_tasks
 from dockyard.tasks.c2bug import write_c2bug_tasks
 from dockyard.tasks.c2bug.grading import clean as clean_up
 from dockyard.tasks.c2bug.grading import dockyard_report, grade
+from dockyard.tasks.c2bug.prepare import beside, command_of, files_of, folders_of
 from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout
-from dockyard.tasks.c2bug.template import FILES, TEMPLATE
-from dockyard.tasks.c2bug.tests import beside, command_of, files_of, folders_of
-from dockyard.tasks.folder import Written
-from dockyard.tasks.select import Selection
+from dockyard.tasks.c2bug.task import FILES, TEMPLATE
+from dockyard.tasks.folder import WrittenTasks
+from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.split import Selection
 
 ROOT = Path(__file__).parents[2]
 CODE = {
@@ -71,7 +71,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(folder: Path, repositories: Path, *rows: dict[str, Any], **more: Any) -> Written:
+def write(folder: Path, repositories: Path, *rows: dict[str, Any], **more: Any) -> WrittenTasks:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_c2bug_tasks(folder / "tasks", dataset=str(folder / "rows.jsonl"), repositories=repositories, **more)
 

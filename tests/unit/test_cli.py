@@ -19,7 +19,7 @@ from dockyard import __version__
 from dockyard.cli import _VERBS, main
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 
 DEMO = ("--tasks.source", "demo")
 PATIENCE_S = 600  # only against hanging

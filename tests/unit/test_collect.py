@@ -13,16 +13,16 @@ import pytest
 
 from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
-from dockyard.collect import NoModel, open_pool
-from dockyard.collect.blocking import run_to_end
-from dockyard.collect.evaluation import EvalReport
+from dockyard.collect.api import run_to_end
+from dockyard.collect.evaluate import EvalReport
+from dockyard.collect.open import NoModel, open_pool
 from dockyard.collect.policy import find
-from dockyard.collect.rollouts import RolloutSummary
+from dockyard.collect.rollout import RolloutSummary
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.agents.rows import asks_no_model
-from dockyard.run_dir import EVAL, ROLLOUTS, Purpose, RunDir, read_purpose
-from dockyard.tasks.demo import write_demo_tasks
+from dockyard.run_dir.run import EVAL, ROLLOUTS, Purpose, RunDir, read_purpose
+from dockyard.tasks.generated import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 
@@ -162,7 +162,7 @@ async def test_a_port_in_use_is_named_with_the_reason_and_a_way_out(tmp_path: Pa
 
 def test_importing_the_package_loads_neither_torch_nor_harbor():
     code = (
-        "import sys, dockyard; print(sorted({'torch', 'harbor', 'dockyard.collect'} & set(sys.modules)));"
+        "import sys, dockyard; print(sorted({'torch', 'harbor', 'dockyard.collect.open'} & set(sys.modules)));"
         "dockyard.HarborConfig; print('torch' in sys.modules, 'harbor' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

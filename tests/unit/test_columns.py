@@ -3,7 +3,7 @@
 import pytest
 
 from dockyard.errors import UsageError
-from dockyard.tasks.columns import Column, match_columns, parse_mapping
+from dockyard.tasks.rows import Column, match_columns, parse_mapping
 
 COLUMNS = (
     Column(name="instance_id", about="a name", aliases=("task_id", "id")),

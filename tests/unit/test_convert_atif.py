@@ -8,8 +8,8 @@ import pytest
 from converting import agent, ids, trajectory, user
 
 from dockyard.convert.atif import UnreadableError, read_trajectory
-from dockyard.convert.told import Told, read_told
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.convert.trajectory import TrajectoryText, read_told
+from dockyard.gateway.messages import Message, ToolCall
 
 type Json = dict[str, Any]
 
@@ -24,11 +24,11 @@ def write(file: Path, *steps: Json, **more: Any) -> Path:
     return file
 
 
-def told_by(folder: Path, *steps: Json, **more: Any) -> Told:
+def told_by(folder: Path, *steps: Json, **more: Any) -> TrajectoryText:
     return read_told(write(folder / "trajectory.json", *steps, **more))
 
 
-def shown(told: Told) -> list[tuple[str, list[str], list[str]]]:
+def shown(told: TrajectoryText) -> list[tuple[str, list[str], list[str]]]:
     """The name of each conversation, its messages in short, and what the model said in it."""
     return [
         (

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dockyard.convert.atif import UnreadableError
-from dockyard.convert.completions import read_completions
-from dockyard.convert.exchanges import conversations_of
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.convert.conversation import conversations_of
+from dockyard.convert.logs import read_completions
+from dockyard.gateway.messages import Message, ToolCall
 
 type Json = dict[str, Any]
 

@@ -10,8 +10,8 @@ from real_tokenizers import CALLS, real_policy
 from tool_templates import BASH
 
 from dockyard.convert.conversation import Conversation
-from dockyard.convert.text import segments_of
-from dockyard.gateway.history import ASSISTANT, Message
+from dockyard.convert.tokenize import segments_of
+from dockyard.gateway.messages import ASSISTANT, Message
 
 pytestmark = pytest.mark.tokenizers
 

@@ -13,10 +13,10 @@ from plain_jinja import plain_jinja
 from tool_templates import BASH
 
 from dockyard.convert.conversation import Conversation
-from dockyard.convert.text import segments_of
-from dockyard.gateway.history import Message, Prompt, ToolCall
-from dockyard.gateway.render import Renderer
-from dockyard.gateway.render.preamble import without_tools
+from dockyard.convert.tokenize import segments_of
+from dockyard.gateway.messages import Message, Prompt, ToolCall
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.render.splice import without_tools
 from dockyard.gateway.render.template import TemplateRejectionError
 
 THINKER = HERMES.replace(

@@ -13,14 +13,14 @@ from gateway_fakes import tiny, tiny_model, tiny_renderer, write_model
 
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
+from dockyard.convert.read import count_trials, read_trials
 from dockyard.convert.samples import SampleNumbers, groups_of, samples_of
 from dockyard.convert.traces import write_traces
-from dockyard.convert.trials import count_trials, read_trials
 from dockyard.errors import DockyardError
-from dockyard.gateway.history import Json, Message
-from dockyard.gateway.render import Renderer
-from dockyard.run_dir import EVAL, ROLLOUTS, RunDir
-from dockyard.types import Blame, Failure, IntArray, Rollout, Segment
+from dockyard.gateway.messages import Message
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
+from dockyard.types import Blame, Failure, IntArray, Json, Rollout, Segment
 
 GO = user("please list the files in the folder and count the lines")
 STEPS = (GO, agent("ls"), user("a b"), agent("two"))

@@ -8,9 +8,9 @@ from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig
 from dockyard.errors import DockyardError
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import KINDS, write_demo_tasks
+from dockyard.tasks.generated import DEMO_KINDS, write_demo_tasks
 from dockyard.tasks.order import due, num_steps
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Task
 
 
@@ -31,7 +31,7 @@ async def rewards(tasks: list[Task], agent: str, folder: Path) -> list[float | N
 @pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 async def test_every_kind_is_solved_by_its_solution_and_not_by_doing_nothing(folder: Path, tmp_path: Path):
     tasks = load_tasks(folder / "heldout")[:6] + load_tasks(folder / "train")[:6]
-    assert {task.kind for task in tasks} == set(KINDS)
+    assert {task.kind for task in tasks} == set(DEMO_KINDS)
     assert await rewards(tasks, "oracle", tmp_path / "oracle") == [1.0] * 12
     assert await rewards(tasks, "nop", tmp_path / "nop") == [0.0] * 12
 
@@ -80,7 +80,7 @@ def turn(tasks: list[Task], step: int, seed: int = 1, *, by_pass: bool = False) 
 def test_each_step_has_the_kinds_in_turn_and_no_task_twice_before_all_were_used(folder: Path):
     tasks = load_tasks(folder / "train")
     steps = [turn(tasks, step) for step in range(10)]
-    assert all({task.kind for task in step} == set(KINDS) for step in steps)
+    assert all({task.kind for task in step} == set(DEMO_KINDS) for step in steps)
     assert len({task.name for step in steps for task in step}) == 60
     assert turn(tasks, 0, seed=2) != steps[0]
     assert turn(tasks, 10) != steps[0]
@@ -97,7 +97,7 @@ def test_no_step_goes_beyond_the_end_of_a_pass(folder: Path):
 
 def test_one_task_folder_is_a_list_of_one(folder: Path):
     [task] = load_tasks(next((folder / "train").iterdir()))
-    assert task.kind in KINDS
+    assert task.kind in DEMO_KINDS
 
 
 def test_a_task_without_tests_is_named_with_what_it_lacks(tmp_path: Path):

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dockyard.rollout.docker.guard import State, parents, read_script
-from dockyard.rollout.docker.janitor import Leftovers
-from dockyard.rollout.docker.overlay import Overlay
-from dockyard.rollout.docker.owner import Owner
-from dockyard.rollout.docker.trusted import FILES, PATH, TOOLS
-from dockyard.rollout.output import Output
+from dockyard.process import Output
+from dockyard.rollout.docker.compose import Overlay, Owner
+from dockyard.rollout.docker.guard import FILES, PATH, TOOLS, State, parents, read_script
+from dockyard.rollout.docker.site import Leftovers
 
 
 def test_an_owner_survives_its_label():

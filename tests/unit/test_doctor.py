@@ -13,9 +13,9 @@ import pytest
 from gateway_fakes import CHATML, write_model
 from packaging.requirements import Requirement
 
-from dockyard.doctor import Report, examine, main, summarize, to_json, to_table
+from dockyard.doctor import DoctorReport, examine, main, summarize, to_json, to_table
 from dockyard.doctor.checks import CHECKS, KEYS, REQUIRED, Finding, Status, Use
-from dockyard.doctor.machine import Machine, Problem, Ran, Space
+from dockyard.doctor.machine import Machine, MachineProblem, Ran, Space
 from dockyard.doctor.model import FIRST_PROMPTS, examine_model, model_to_json, model_to_text
 from dockyard.errors import DockyardError
 from dockyard.rollout.sandbox.check import check_sandbox, choose_mechanism
@@ -58,7 +58,7 @@ class FakeMachine:
     )
     variables: frozenset[str] = frozenset()
     spaces: dict[Path, Space] = field(default_factory=dict)
-    problem: Problem | None = None
+    problem: MachineProblem | None = None
     sandbox_found: list[str] = field(default_factory=lambda: ["bubblewrap"])
 
     def has_command(self, name: str) -> bool:
@@ -76,7 +76,7 @@ class FakeMachine:
     def space(self, folder: Path) -> Space:
         return self.spaces.get(folder, Space(free_bytes=50_000_000_000, writable=True))
 
-    def sandbox(self) -> Problem | list[str]:
+    def sandbox(self) -> MachineProblem | list[str]:
         return self.problem or self.sandbox_found
 
     def answering(self, command: str, ran: Ran) -> "FakeMachine":
@@ -90,7 +90,7 @@ class FakeMachine:
         return replace(self, commands=self.commands - set(commands))
 
 
-def finding(report: Report, name: str) -> Finding:
+def finding(report: DoctorReport, name: str) -> Finding:
     return next(found for check, found in report.rows if check.name == name)
 
 
@@ -195,7 +195,7 @@ def test_packages_are_installed_with_what_the_environment_has(probe: FakeMachine
 
 
 def test_a_sandbox_that_does_not_start_passes_its_hint_on():
-    problem = Problem(message="user namespaces are switched off", hint="sudo sysctl -w kernel.x=1")
+    problem = MachineProblem(message="user namespaces are switched off", hint="sudo sysctl -w kernel.x=1")
     report = examine(FakeMachine(problem=problem))
     assert finding(report, "sandbox") == Finding(status=Status.BROKEN, found=problem.message, fix=problem.hint)
     assert report.missing_for(Use.DEMO) == ["sandbox"]
@@ -278,7 +278,7 @@ def test_a_key_s_value_is_never_shown(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_everything_that_does_not_work_comes_with_a_command():
-    bare = FakeMachine(commands=frozenset(), packages={}, problem=Problem(message="no", hint="yes"))
+    bare = FakeMachine(commands=frozenset(), packages={}, problem=MachineProblem(message="no", hint="yes"))
     for probe in (bare, FakeMachine(), FakeMachine(python_version=(3, 10, 0)).without("docker")):
         for check, found in examine(probe).rows:
             assert bool(found.fix) == (found.status is not Status.OK), check.name
@@ -339,7 +339,7 @@ def test_the_real_sandbox_is_tried_and_agrees_with_its_own_check():
     found = Machine(timeout_s=600).sandbox()
     problem = check_sandbox()
     if problem:
-        assert found == Problem(message=problem.message, hint=problem.hint)
+        assert found == MachineProblem(message=problem.message, hint=problem.hint)
     else:
         mechanism = choose_mechanism()
         assert found == [mechanism.describe(), *mechanism.not_held]
@@ -347,7 +347,7 @@ def test_the_real_sandbox_is_tried_and_agrees_with_its_own_check():
 
 def test_a_sandbox_that_hangs_is_a_problem():
     found = Machine(timeout_s=0.001).sandbox()
-    assert isinstance(found, Problem)
+    assert isinstance(found, MachineProblem)
     assert found.message == "a sandbox takes too long to start"
 
 

@@ -9,9 +9,9 @@ import pytest
 from server_fakes import PROMPT, WANTED, FakeHosted, FakeServer, FakeVLLM, ask, expected, generate, write_adapter
 
 from dockyard.config import EngineConfig
-from dockyard.engine.connect import connect
+from dockyard.engine.open import connect
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.remote import RemoteEngine
+from dockyard.engine.remote_engine import RemoteEngine
 from dockyard.errors import DockyardError, EngineError
 
 

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from gateway_fakes import until
 
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.relay import (
     PENDING,
-    Call,
-    Json,
     Relay,
+    RelayCall,
     RelayEngine,
     read_generation,
     read_request,
@@ -26,7 +25,7 @@ from dockyard.engine.relay import (
 )
 from dockyard.engine.relay_server import REMEMBERED, RelayServer
 from dockyard.errors import EngineError
-from dockyard.types import Finish
+from dockyard.types import Finish, Json
 
 TOKEN = "open-sesame"
 
@@ -85,7 +84,7 @@ class Place:
     async def find(self) -> str | None:
         return self.url
 
-    async def on_boot(self, call: Call) -> None:
+    async def on_boot(self, call: RelayCall) -> None:
         self.boots += 1
 
 
@@ -163,7 +162,7 @@ async def test_a_server_that_started_anew_is_brought_up_to_date_before_it_is_ask
     place.url = old[1]
     told: list[str] = []
 
-    async def on_boot(call: Call) -> None:
+    async def on_boot(call: RelayCall) -> None:
         await call("describe", {})
         told.append(f"after {len(first.asked)} calls of the first, {len(second.asked)} of the second")
 
@@ -238,7 +237,7 @@ async def test_a_server_that_never_lasts_until_it_is_up_to_date_ends_the_run():
         servers.append(server)
         return url
 
-    async def on_boot(call: Call) -> None:
+    async def on_boot(call: RelayCall) -> None:
         await servers[-1].close()
         await call("describe", {})
 
@@ -259,7 +258,7 @@ async def test_a_call_that_ends_its_server_each_time_ends_the_run():
         servers.append(server)
         return url
 
-    async def on_boot(call: Call) -> None: ...
+    async def on_boot(call: RelayCall) -> None: ...
 
     relay = Relay(find, TOKEN, patience_s=60, on_boot=on_boot)
     call = asyncio.create_task(relay.call("count", {"n": 1}))

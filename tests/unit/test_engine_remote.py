@@ -23,10 +23,10 @@ from server_fakes import (
 )
 
 from dockyard.config import EngineConfig
-from dockyard.engine import ContextOverflow
-from dockyard.engine.connect import connect
-from dockyard.engine.remote import RemoteEngine, Served
-from dockyard.engine.server import Server
+from dockyard.engine.http import ModelServer
+from dockyard.engine.open import connect
+from dockyard.engine.protocol import ContextOverflow
+from dockyard.engine.remote_engine import RemoteEngine, Served
 from dockyard.engine.sglang import SGLangWire
 from dockyard.engine.vllm import VLLMWire
 from dockyard.errors import DockyardError, EngineError
@@ -163,7 +163,7 @@ async def test_a_server_that_goes_on_failing_is_an_engine_error(kind: str):
 async def test_a_server_that_lets_its_clients_wait_for_ever_is_left(kind: str, caplog: pytest.LogCaptureFixture):
     leaving, next_one = KINDS[kind](hold=asyncio.Event()), KINDS[kind]()
     await leaving.start()
-    server = Server(leaving.url, retry_s=30, watch_s=0.1)
+    server = ModelServer(leaving.url, retry_s=30, watch_s=0.1)
     wire = {"vllm": VLLMWire(), "sglang": SGLangWire()}[kind]
     engine = RemoteEngine(server, wire, Served(name="policy", context_length=512))
     call = asyncio.create_task(generate(engine, ask()))

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dockyard.gateway.forest import Branch, Forest, Plan
-from dockyard.gateway.history import Json, Message, Prompt, ToolCall
-from dockyard.types import Finish, Segment, Turn
+from dockyard.gateway.matching import Branch, Forest, PromptPlan
+from dockyard.gateway.messages import Message, Prompt, ToolCall
+from dockyard.types import Finish, Json, Segment, Turn
 
 SYSTEM, USER = Message("system", "s"), Message("user", "u")
 AGAIN = Message("user", "again")
@@ -32,17 +32,17 @@ def turn(prompt: list[int], sampled: list[int], version: int = 0) -> Turn:
     )
 
 
-def call(forest: Forest, messages: list[Message], prompt: list[int], sampled: list[int], text: str = "a") -> Plan:
+def call(forest: Forest, messages: list[Message], prompt: list[int], sampled: list[int], text: str = "a") -> PromptPlan:
     plan = planned(forest, messages)
     forest.commit(plan, turn(prompt, sampled), said(text))
     return plan
 
 
-def planned(forest: Forest, messages: list[Message]) -> Plan:
+def planned(forest: Forest, messages: list[Message]) -> PromptPlan:
     return forest.plan(Prompt(tuple(messages)))
 
 
-def kept_ids(plan: Plan) -> list[int] | None:
+def kept_ids(plan: PromptPlan) -> list[int] | None:
     return None if plan.prefix is None else np.concatenate(plan.prefix).tolist()
 
 

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_noticed, until_sampled
 
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.gateway.app import BODY_LIMIT, Gateway, Patience
-from dockyard.gateway.ledger import Limits, Recording
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
+from dockyard.gateway.accounting import Recording, SessionLimits
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Patience
 from dockyard.gateway.sessions import AnySession
 from dockyard.types import Finish
 
@@ -322,7 +322,7 @@ async def test_two_sessions_at_once_do_not_mix():
 
 async def test_a_session_past_its_calls_is_refused():
     async with serving(FakeEngine()) as open_client:
-        client = open_client(limits=Limits(max_calls=1))
+        client = open_client(limits=SessionLimits(max_calls=1))
         answers = [await client.ask(USER) for _ in range(2)]
     assert [status for status, _ in answers] == [200, 403]
     assert answers[1][1]["error"]["code"] == "calls_limit_reached"

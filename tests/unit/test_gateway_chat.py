@@ -9,9 +9,9 @@ from hypothesis import given
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from dockyard.gateway.calls import OVERFLOW, Call, RefusedError, Reply
 from dockyard.gateway.dialects.chat import Chat, ChatCall
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.gateway.messages import Message, ToolCall
+from dockyard.gateway.protocol import OVERFLOW, Call, RefusedError, Reply
 from dockyard.types import Finish
 
 CHAT = Chat(SERVED)

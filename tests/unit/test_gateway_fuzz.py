@@ -20,11 +20,11 @@ from random_agent import SYSTEM, TOOLS
 from raw_http import RawAnswer, RawRequest, exchange
 from wire_agents import WIRES, Style
 
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.admin import Admin
-from dockyard.gateway.app import BODY_LIMIT, Gateway, Patience
-from dockyard.gateway.history import ASSISTANT, Message, ToolCall
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Patience
 from dockyard.gateway.sessions import Session
 
 NUM_MORE = int(os.environ.get("DOCKYARD_FUZZ") or 400)

@@ -9,16 +9,16 @@ import pytest
 from gateway_fakes import IM_END, FakeEngine, Said, tiny_renderer, until, until_noticed, until_sampled
 from tool_templates import BASH, HERMES, XML, renderer_of
 
-from dockyard.engine import GenerateRequest, Generation
-from dockyard.gateway.app import Gateway, Patience
-from dockyard.gateway.calls import RefusedError
-from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
-from dockyard.gateway.ledger import Limits
-from dockyard.gateway.render import Renderer
+from dockyard.engine.protocol import GenerateRequest, Generation
+from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.gateway.protocol import RefusedError
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.gateway.server import Gateway, Patience
 from dockyard.gateway.sessions import Sampling, Session
-from dockyard.rollout.statistics import gateway_metrics
-from dockyard.types import Finish, Rollout
+from dockyard.rl.statistics import gateway_metrics
+from dockyard.types import Finish, Json, Rollout
 
 SYSTEM, USER = Message("system", "Be brief."), Message("user", "count the lines")
 RESULT = Message("tool", "3", call_id="call_1")
@@ -61,7 +61,7 @@ def test_words_that_are_parts_of_control_tokens_are_rendered_as_they_are(word: s
 
 def open_session(engine: FakeEngine, **limits: Any) -> Session:
     sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=50)
-    return Session("test", sampling, Limits(**limits), engine, tiny_renderer())
+    return Session("test", sampling, SessionLimits(**limits), engine, tiny_renderer())
 
 
 class Nonsense(FakeEngine):

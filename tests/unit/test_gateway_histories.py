@@ -14,7 +14,7 @@ from random_agent import Agent, Habits, Policy, Step, echoes, habits, steps
 from tokenizers import Tokenizer
 from wire_agents import WIRES, Wire
 
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 
 NUM_HISTORIES = int(os.environ.get("DOCKYARD_HISTORIES") or 5000)
 """Of `make soak`."""

@@ -8,9 +8,9 @@ from dialect_data import LOOK, READ, SERVED, json_values, named_events, outcome,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dockyard.gateway.calls import OVERFLOW, RefusedError
 from dockyard.gateway.dialects.messages import Messages, MessagesCall
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.gateway.messages import Message, ToolCall
+from dockyard.gateway.protocol import OVERFLOW, RefusedError
 from dockyard.types import Finish
 
 MESSAGES = Messages(SERVED)

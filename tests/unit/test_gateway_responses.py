@@ -9,9 +9,9 @@ from hypothesis import given
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from dockyard.gateway.calls import OVERFLOW, RefusedError
 from dockyard.gateway.dialects.responses import Responses, ResponsesCall
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.gateway.messages import Message, ToolCall
+from dockyard.gateway.protocol import OVERFLOW, RefusedError
 from dockyard.types import Finish
 
 RESPONSES = Responses(SERVED)

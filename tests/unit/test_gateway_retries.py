@@ -11,7 +11,7 @@ import pytest
 from gateway_fakes import FakeEngine, Said, flights, tiny_renderer, until, until_noticed, until_sampled
 from raw_http import RawAnswer, RawRequest, exchange
 
-from dockyard.gateway.app import Gateway, Patience
+from dockyard.gateway.server import Gateway, Patience
 from dockyard.gateway.sessions import AnySession, Recording
 
 USER = {"role": "user", "content": "count the lines"}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from gateway_fakes import IM_END, FakeEngine, Said, tiny, tiny_renderer, until
 
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
-from dockyard.gateway.calls import RefusedError, Reply
-from dockyard.gateway.history import Message, Prompt
-from dockyard.gateway.sessions import Limits, Sampling, Session, turn_seed
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
+from dockyard.gateway.messages import Message, Prompt
+from dockyard.gateway.protocol import RefusedError, Reply
+from dockyard.gateway.sessions import Sampling, Session, SessionLimits, turn_seed
 from dockyard.types import Finish
 
 SYSTEM, USER = Message("system", "Be brief."), Message("user", "count the lines")
@@ -19,7 +19,7 @@ def open_session(
     engine: FakeEngine, *, seed: int = 1, max_new_tokens: int = 50, max_calls: int | None = None
 ) -> Session:
     sampling = Sampling(seed=seed, temperature=0.7, max_new_tokens=max_new_tokens)
-    return Session("test", sampling, Limits(max_calls=max_calls), engine, tiny_renderer())
+    return Session("test", sampling, SessionLimits(max_calls=max_calls), engine, tiny_renderer())
 
 
 async def ask(session: Session, *messages: Message, max_tokens: int | None = None) -> Reply:

@@ -1,4 +1,4 @@
-"""Real trial folders of real agents become training data. `tests/golden_trials.py` makes the folders anew.
+"""Real trial folders of real agents become training data. `tests/support/golden_trials.py` makes the folders anew.
 
 Each agent was told the same story, so what is trained can be compared with what the policy said.
 """
@@ -16,11 +16,11 @@ import pytest
 from npm_tokenizers import tokenizer_dir
 
 from dockyard.convert.conversation import Conversation, Converted
+from dockyard.convert.read import read_trials
 from dockyard.convert.samples import SampleNumbers, samples_of
 from dockyard.convert.traces import write_traces
-from dockyard.convert.trials import read_trials
-from dockyard.gateway.history import Message
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.messages import Message
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Segment
 
 TRIALS = Path(__file__).parents[1] / "data" / "trials"

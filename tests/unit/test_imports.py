@@ -17,11 +17,10 @@ ROOT = Path(__file__).parents[2]
 # any of them, and nobody imports it but for the version.
 ORDER = (
     "types",
-    "sequences",
     "errors",
     "cache",
-    "interrupt",
-    "warden",
+    "process",
+    "supervise",
     "config",
     "settings",
     "run_dir",
@@ -43,15 +42,7 @@ ORDER = (
 TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
 TORCH_ALLOWED = (
     "convert/slime_pt*",
-    "engine/attention*",
-    "engine/batch*",
-    "engine/four_bit*",
-    "engine/kv*",
-    "engine/packed*",
-    "engine/pooled*",
-    "engine/sampling*",
-    "engine/steps*",
-    "engine/transformers*",
+    "engine/embedded/*",
     "engine/weights*",
     "rl/loss*",
     "trainer/*",
@@ -60,12 +51,12 @@ WITHOUT_TORCH = (
     "dockyard",
     "dockyard.backends.modal.launch",
     "dockyard.cli",
-    "dockyard.collect",
+    "dockyard.collect.open",
     "dockyard.convert",
     "dockyard.doctor",
     "dockyard.gateway",
     "dockyard.rollout",
-    "dockyard.trainer",
+    "dockyard.trainer.run",
 )
 
 
@@ -178,23 +169,23 @@ def write_tree(package: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_the_checker_sees_an_arrow_that_points_up(tmp_path: Path, source: str):
-    assert len(direction_violations(write_tree(tmp_path, {"gateway/app.py": source}))) == 1
+    assert len(direction_violations(write_tree(tmp_path, {"gateway/server.py": source}))) == 1
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "from dockyard.engine import Engine",
-        "from dockyard.gateway.forest import Forest",
-        "from . import forest",
-        "from .forest import Forest",
+        "from dockyard.engine.protocol import Engine",
+        "from dockyard.gateway.matching import Forest",
+        "from . import matching",
+        "from .matching import Forest",
         "from ..types import Turn",
         "from dockyard import __version__",
         "import dockyards",
     ],
 )
 def test_the_checker_allows_an_arrow_that_points_down(tmp_path: Path, source: str):
-    assert direction_violations(write_tree(tmp_path, {"gateway/app.py": source})) == []
+    assert direction_violations(write_tree(tmp_path, {"gateway/server.py": source})) == []
 
 
 def test_the_checker_allows_types_no_import_of_ours(tmp_path: Path):
@@ -207,18 +198,18 @@ def test_the_checker_sees_a_part_without_a_place(tmp_path: Path):
 
 
 def test_the_checker_lets_the_root_import_any_part(tmp_path: Path):
-    assert direction_violations(write_tree(tmp_path, {"__init__.py": "from dockyard.trainer import train"})) == []
+    assert direction_violations(write_tree(tmp_path, {"__init__.py": "from dockyard.trainer.run import train"})) == []
 
 
 def test_the_checker_sees_torch_outside_its_places(tmp_path: Path):
     files = {
-        "gateway/app.py": "def late():\n    from torch import nn",
+        "gateway/server.py": "def late():\n    from torch import nn",
         "cli.py": "import transformers.utils",
         "trainer/policy.py": "import torch",
         "rl/loss.py": "import torch.nn.functional as F",
-        "engine/transformers.py": "import torch",
+        "engine/embedded/engine.py": "import torch",
     }
     assert torch_violations(write_tree(tmp_path, files)) == [
         "cli.py:1: imports `transformers.utils`",
-        "gateway/app.py:2: imports `torch.nn`",
+        "gateway/server.py:2: imports `torch.nn`",
     ]

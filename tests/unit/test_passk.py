@@ -6,8 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dockyard.collect.beta import beta_cdf, beta_quantile, t_quantile
-from dockyard.collect.passk import interval, pass_at_k, powers_up_to, score_tasks
+from dockyard.collect.passk import beta_cdf, beta_quantile, interval, pass_at_k, powers_up_to, score_tasks, t_quantile
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from dockyard.config import RolloutConfig, RunConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout import pool as pool_module
-from dockyard.rollout.pool import Order, Pool
+from dockyard.rollout.pool import Order, RolloutPool
 from dockyard.rollout.trial import Attempt
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 from dockyard.types import Blame, Failure, Rollout, Task
 
 TASKS = [Task(name=f"t{index}", path=Path(f"t{index}"), kind="") for index in range(3)]
@@ -52,8 +52,8 @@ def run(tmp_path: Path):
         yield opened
 
 
-def pool_of(run: RunDir, runner: FakeRunner, **config: object) -> Pool:
-    return Pool(
+def pool_of(run: RunDir, runner: FakeRunner, **config: object) -> RolloutPool:
+    return RolloutPool(
         runner=runner, run=run, config=RolloutConfig.model_validate(config), transcribe=lambda rollout: rollout.task
     )
 
@@ -139,7 +139,7 @@ async def test_what_is_finished_when_the_run_is_stopped_is_recorded(run: RunDir)
         time.sleep(0.1)  # a slow disk
         return ""
 
-    pool = Pool(runner=FakeRunner(answer), run=run, config=RolloutConfig(), transcribe=slow)
+    pool = RolloutPool(runner=FakeRunner(answer), run=run, config=RolloutConfig(), transcribe=slow)
     collecting = asyncio.create_task(pool.collect(ORDER, lambda _: None))
     while len(finished) < 6:
         await asyncio.sleep(0.005)

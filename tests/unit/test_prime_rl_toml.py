@@ -18,7 +18,7 @@ from dockyard.backends.launch import Carried, Ignored
 from dockyard.backends.prime_rl.launch import BACKEND
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.settings import load_run_config
+from dockyard.settings.load import load_run_config
 from dockyard.settings.text import settings_by_key, toml_document
 
 KEYS = ROOT / "tests" / "data" / "prime_rl_keys.json"

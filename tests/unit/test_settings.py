@@ -13,8 +13,8 @@ from pydantic import Field
 
 from dockyard.config import ALGORITHMS, Config, GRPOConfig, RunConfig
 from dockyard.errors import UsageError
-from dockyard.settings import anchored, changed_keys, load, load_run_config
-from dockyard.settings.problems import SettingsError, suggest
+from dockyard.settings.load import anchored, changed_keys, load, load_run_config
+from dockyard.settings.messages import SettingsError, suggest
 from dockyard.settings.text import settings_by_key, settings_help, to_toml, toml_value
 
 

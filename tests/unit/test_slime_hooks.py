@@ -22,11 +22,11 @@ from slime_stand_in import DynamicFilterOutput, Sample, slime_args, train_data, 
 
 from dockyard.backends.slime import hooks
 from dockyard.backends.slime.classes import adapter_name
-from dockyard.backends.slime.post import Post, check_agreement, run_config
 from dockyard.backends.slime.samples import even, step_samples
+from dockyard.backends.slime.worker import WorkerKey, check_agreement, run_config
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.settings.problems import Problem, SettingsError
+from dockyard.settings.messages import SettingProblem, SettingsError
 from dockyard.types import Blame, Failure, Group, Rollout, Segment
 
 SEGMENT = Segment(
@@ -151,7 +151,7 @@ def tasks_in(groups: list[list[Any]]) -> list[str]:
 
 
 def test_the_data_source_gives_every_task_once_before_any_again(args: Namespace):
-    source = hooks.TaskSource(args)
+    source = hooks.SlimeDataSource(args)
     assert len(source) == 5
     groups = source.get_samples(3) + source.get_samples(7)
     names = tasks_in(groups)
@@ -161,7 +161,7 @@ def test_the_data_source_gives_every_task_once_before_any_again(args: Namespace)
 
 
 def test_a_resumed_data_source_goes_on_where_it_was_saved(args: Namespace):
-    source, other = hooks.TaskSource(args), hooks.TaskSource(args)
+    source, other = hooks.SlimeDataSource(args), hooks.SlimeDataSource(args)
     first = source.get_samples(3)
     source.add_samples([first[1]])
     source.save(4)
@@ -179,7 +179,7 @@ def test_a_step_that_had_begun_before_the_one_ahead_of_it_was_saved_is_not_skipp
     settings = {"tasks": {"source": "demo", "num_train": 8, "num_heldout": 4}, "rollout": {"max_staleness": 1}}
     with new_run(tmp_path / "run", **settings) as run:
         args = slime_args(run.path, "http://127.0.0.1:1", model_folder(), num_rollout=3)
-    source, resumed = hooks.TaskSource(args), hooks.TaskSource(args)
+    source, resumed = hooks.SlimeDataSource(args), hooks.SlimeDataSource(args)
     source.get_samples(2)
     source.get_samples(2)
     source.save(0)  # as `train_async.py` does: behind the generation of step 1
@@ -223,7 +223,7 @@ async def test_a_rollout_that_slimes_full_batch_has_no_use_for_is_cancelled(monk
     await asyncio.wait_for(ended.wait(), 60)
 
 
-@pytest.mark.parametrize("error", [UsageError("m", hint="h"), SettingsError([Problem("m", "h")])])
+@pytest.mark.parametrize("error", [UsageError("m", hint="h"), SettingsError([SettingProblem("m", "h")])])
 def test_errors_reach_slimes_driver_from_its_rollout_process(error: DockyardError):
     there = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (type(there), str(there), there.message, there.hint) == (type(error), "m", "m", "h")
@@ -232,9 +232,9 @@ def test_errors_reach_slimes_driver_from_its_rollout_process(error: DockyardErro
 
 def test_arguments_that_are_missing_are_named(args: Namespace):
     with pytest.raises(UsageError, match="--custom-config-path"):
-        hooks.TaskSource(Namespace())
+        hooks.SlimeDataSource(Namespace())
     with pytest.raises(UsageError, match="--rollout-max-context-len"):
-        Post.of(Namespace(**{**vars(args), "rollout_max_context_len": None}))
+        WorkerKey.of(Namespace(**{**vars(args), "rollout_max_context_len": None}))
 
 
 def test_arguments_that_were_changed_by_hand_are_refused(args: Namespace):

@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 from slime_flags import PINNED, flags_of
 
-from dockyard.backends.launch import Launch
+from dockyard.backends.launch import BackendLaunch
 from dockyard.backends.slime import hooks
 from dockyard.backends.slime.launch import BACKEND
+from dockyard.backends.slime.layout import MODELS, shape_arguments
 from dockyard.backends.slime.model_folder import acceptable
-from dockyard.backends.slime.models import MODELS, shape_arguments
 from dockyard.errors import DockyardError, UsageError
-from dockyard.settings import load_run_config
+from dockyard.settings.load import load_run_config
 
 CODER = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
 FLAGS: dict[str, list[str]] = json.loads(PINNED.read_text())
 
 
-def plan(*words: str, model: str = "Qwen/Qwen3-8B") -> Launch:
+def plan(*words: str, model: str = "Qwen/Qwen3-8B") -> BackendLaunch:
     source = () if any(word.startswith("--tasks.source") for word in words) else ("--tasks.source=demo",)
     config = load_run_config(None, [f"--model.name={model}", "--slime.checkout=/slime", *source, *words])
     return BACKEND.plan(config, Path("/runs/mine"))
 
 
-def options(launch: Launch) -> dict[str, list[str]]:
+def options(launch: BackendLaunch) -> dict[str, list[str]]:
     """As bash would hand them to SLiME, but for the variables."""
     found: dict[str, list[str]] = {}
     for array in re.findall(r"^(?:SHAPE|ARGUMENTS)=\(\n(.*?)^\)", launch.files["train.sh"], re.M | re.S):
@@ -172,7 +172,7 @@ def test_staleness_decides_between_turns_and_training_while_sampling(
 def test_every_hook_that_slime_is_pointed_at_is_there():
     paths = {path for words in ((), EVERYTHING) for values in options(plan(*words)).values() for path in values}
     named = {path.removeprefix("dockyard.backends.slime.hooks.") for path in paths if path.startswith("dockyard.")}
-    assert named >= {"TaskSource", "generate_rollout", "reward_post_process", "generate", "keep_informative"}
+    assert named >= {"SlimeDataSource", "generate_rollout", "reward_post_process", "generate", "keep_informative"}
     assert [name for name in named if not callable(vars(hooks).get(name))] == []
 
 

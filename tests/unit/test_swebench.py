@@ -19,19 +19,19 @@ from swebench_rows import GOLD, MARKS, SCRIPT, row, write_rows
 
 from dockyard.cli import main
 from dockyard.errors import UsageError
-from dockyard.tasks import load_tasks
-from dockyard.tasks.folder import Written
-from dockyard.tasks.select import Selection
+from dockyard.tasks.folder import WrittenTasks
+from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.split import Selection
 from dockyard.tasks.swebench import write_swebench_tasks
 from dockyard.tasks.swebench.harness import find_harness
-from dockyard.tasks.swebench.script import eval_script
+from dockyard.tasks.swebench.instance import eval_script
 
 
-def convert(tmp_path: Path, *rows: dict[str, Any] | str, **options: Any) -> Written:
+def convert(tmp_path: Path, *rows: dict[str, Any] | str, **options: Any) -> WrittenTasks:
     return write_swebench_tasks(tmp_path / "tasks", dataset=write_rows(tmp_path, *rows), **options)
 
 
-def reason(written: Written) -> str:
+def reason(written: WrittenTasks) -> str:
     assert written.names == []
     [skipped] = written.skipped
     return f"{skipped.where} {skipped.why}"

@@ -11,8 +11,8 @@ from dockyard.cli import main
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
-from dockyard.settings import load_run_config
+from dockyard.run_dir.run import RunDir
+from dockyard.settings.load import load_run_config
 
 
 def run_of(folder: Path, **tasks: object) -> RunDir:

@@ -12,14 +12,12 @@ import pytest
 from gateway_fakes import until
 
 from dockyard.errors import EngineError
-from dockyard.gateway.app import Gateway, Patience
-from dockyard.gateway.calls import RefusedError, Reply
-from dockyard.gateway.history import Message, Prompt, ToolCall
-from dockyard.gateway.ledger import Limits
-from dockyard.gateway.recall import Recall
+from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.messages import Message, Prompt, ToolCall
+from dockyard.gateway.protocol import ClientSampling, RefusedError, Reply
+from dockyard.gateway.server import Gateway, Patience
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_mode import TextSession
-from dockyard.gateway.wishes import Wishes
+from dockyard.gateway.text_session import Recall, TextSession
 from dockyard.types import Finish
 
 type Json = dict[str, Any]
@@ -61,11 +59,11 @@ class FakeSource:
 
 def session_on(source: FakeSource, **limits: Any) -> TextSession:
     sampling = Sampling(seed=1, temperature=0.7, max_new_tokens=50)
-    return TextSession("test", sampling, Limits(**limits), source)
+    return TextSession("test", sampling, SessionLimits(**limits), source)
 
 
 async def ask(session: TextSession, *messages: Message, max_tokens: int | None = None, **wishes: Any) -> Reply:
-    return await session.submit(Prompt(messages or (USER,), (TOOL,)), max_tokens, Wishes(**wishes))
+    return await session.submit(Prompt(messages or (USER,), (TOOL,)), max_tokens, ClientSampling(**wishes))
 
 
 async def test_messages_tools_thoughts_and_call_ids_reach_the_endpoint():
@@ -266,7 +264,7 @@ def echoed(reply: Reply) -> Message:
 
 def recalling(source: FakeSource) -> TextSession:
     sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=None)
-    return TextSession("a", sampling, Limits(), source, Recall())
+    return TextSession("a", sampling, SessionLimits(), source, Recall())
 
 
 async def test_a_recalled_turn_goes_back_word_for_word_and_its_calls_have_ids_of_their_own():

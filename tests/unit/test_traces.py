@@ -15,10 +15,10 @@ from gateway_fakes import tiny_renderer
 from harbor.utils.traces_utils import collect_conversations_from_trial, load_run_metadata
 
 from dockyard.convert.conversation import Conversation, Converted
+from dockyard.convert.read import read_trials
 from dockyard.convert.traces import Trace, read_traces, write_traces
-from dockyard.convert.trials import read_trials
 from dockyard.errors import DockyardError
-from dockyard.gateway.history import Message, ToolCall
+from dockyard.gateway.messages import Message, ToolCall
 from dockyard.types import Blame, Failure, Rollout
 
 TRIALS = Path(__file__).parents[1] / "data" / "trials"
@@ -110,7 +110,7 @@ def test_what_was_written_is_read_back_the_same(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["qwen-coder", "claude-code", "codex"])
 def test_a_real_trial_is_written_as_harbor_itself_exports_it(tmp_path: Path, name: str):
-    from dockyard.convert.trials import read_trials
+    from dockyard.convert.read import read_trials
 
     folder = tmp_path / name
     shutil.copytree(TRIALS / name, folder)

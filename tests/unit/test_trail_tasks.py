@@ -9,10 +9,10 @@ from gateway_fakes import FakeEngine, Said
 from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig
-from dockyard.rollout.one_command import one_command
-from dockyard.settings import load_run_config
-from dockyard.tasks import load_tasks
-from dockyard.tasks.trail import KINDS, write_trail_tasks
+from dockyard.rollout.shell import one_command
+from dockyard.settings.load import load_run_config
+from dockyard.tasks.generated import TRAIL_KINDS, write_trail_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
@@ -64,7 +64,7 @@ async def attempt(task: Task, commands: Sequence[str], folder: Path, agent: Agen
 @pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
 async def test_the_solution_earns_1_and_doing_nothing_0(folder: Path, tmp_path: Path, agent: str, reward: float):
     tasks = load_tasks(folder / "heldout")[:2] + load_tasks(folder / "train")[:2]
-    assert {task.kind for task in tasks} == set(KINDS)
+    assert {task.kind for task in tasks} == set(TRAIL_KINDS)
     async with trial_runner(FakeEngine(), tmp_path, AgentConfig(name=agent)) as runner:
         rollouts = await asyncio.gather(*(runner.run(attempt_at(task, task.name)) for task in tasks))
     assert [rollout.reward for rollout in rollouts] == [reward] * 4

@@ -11,8 +11,8 @@ from gateway_fakes import FakeEngine, tiny_renderer
 from processes import descendants, wait_until_gone, words_of
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.app import Gateway
-from dockyard.rollout.tunnel import open_tunnel
+from dockyard.gateway.server import Gateway
+from dockyard.rollout.environments import open_tunnel
 
 FORWARD = """
 import asyncio, sys

@@ -12,9 +12,9 @@ from trials import write_task
 from verifiers.v1.utils.loaders import load_environment, load_harness, load_taskset
 from verifiers_server import env_config, run_folder
 
-from dockyard.backends.task_list import write_task_list
+from dockyard.backends.launch import write_task_list
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 
 pytestmark = pytest.mark.filterwarnings("default")
 

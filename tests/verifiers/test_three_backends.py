@@ -21,11 +21,11 @@ from verifiers_server import Served, env_config, served, task_data
 from vllm_generate_fake import generate_fake
 
 from dockyard.backends.slime import hooks
-from dockyard.collect import open_pool
-from dockyard.gateway.render import Renderer
+from dockyard.collect.open import open_pool
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.rollout.pool import Order
-from dockyard.run_dir import RunDir, step_phase
-from dockyard.tasks import load_tasks
+from dockyard.run_dir.run import RunDir, step_phase
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]

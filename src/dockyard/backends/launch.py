@@ -1,7 +1,8 @@
-"""A run on another engine: what becomes of each setting there, what is started, and the start itself.
+"""Run on another engine: how each setting is supported there, the command to start, and the start itself.
 
-A `Backend` turns a run's settings into a command. Whatever the engine, its command runs as a child of ours that stops
-when we are told to, and ends with us, while we hold the run's folder.
+A `Backend` turns a run's settings into a command. The command runs as a child process that stops with this one, while
+the run folder is locked. The tasks are resolved once and written to a file that all processes of the run read, on any
+host.
 """
 
 import asyncio
@@ -12,22 +13,51 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from dockyard import warden
-from dockyard.backends.task_list import write_task_list
+from pydantic import TypeAdapter, ValidationError
+
+from dockyard import supervise
+from dockyard.collect.task_sets import TaskSets, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.rollout.docker.engine import DockerError
-from dockyard.rollout.docker.janitor import remove_leftovers
-from dockyard.rollout.faults import DockerUnreachableError
-from dockyard.run_dir import RunDir
+from dockyard.rollout.blame import DockerUnreachableError
+from dockyard.rollout.docker.docker_cli import DockerError
+from dockyard.rollout.docker.site import remove_leftovers
 from dockyard.run_dir.durable import disk_errors, write_atomically
-from dockyard.settings.problems import Problem, raise_if_any
-from dockyard.settings.written import Written, setting_text
+from dockyard.run_dir.run import RunDir, task_list_file
+from dockyard.settings.load import Provenance, setting_text
+from dockyard.settings.messages import SettingProblem, raise_if_any
 from dockyard.tasks.order import with_steps
+from dockyard.types import Task
+
+_FORMAT = TypeAdapter(TaskSets)
+
+
+def write_task_list(run: RunDir) -> TaskSets:
+    """The run's tasks, found and written down; those of a resumed run are as they were."""
+    if not run.task_list.exists():
+        found = task_sets(run)
+        anywhere = TaskSets(train=_anchored(found.train), heldout=_anchored(found.heldout))
+        write_atomically(run.task_list, _FORMAT.dump_json(anywhere, indent=1))
+    return read_task_list(run.path)
+
+
+def read_task_list(folder: Path) -> TaskSets:
+    """The tasks of the run in this folder."""
+    file = task_list_file(folder)
+    try:
+        return _FORMAT.validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        hint = "`dockyard backend` writes it when it starts a run"
+        raise DockyardError(f"`{file}` is no list of tasks: {error}", hint=hint) from None
+
+
+def _anchored(tasks: list[Task]) -> list[Task]:
+    return [replace(task, path=task.path.absolute()) for task in tasks]
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +83,11 @@ class Ignored:
     """Ends the sentence "slime ignores `trainer.lora_r`, ...: "."""
 
 
-type Fate = Carried | Ignored
+type Support = Carried | Ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class BackendLaunch:
     """What a backend starts for a run."""
 
     command: tuple[str, ...]
@@ -79,7 +109,7 @@ class Backend(Protocol):
         """As on the command line."""
         ...
 
-    def fate(self, key: str, config: RunConfig) -> Fate:
+    def fate(self, key: str, config: RunConfig) -> Support:
         """What becomes of a setting, by its dotted key."""
         ...
 
@@ -87,12 +117,12 @@ class Backend(Protocol):
         """Refuse what cannot be launched on this machine, before the run's folder is made."""
         ...
 
-    def plan(self, config: RunConfig, folder: Path) -> Launch:
+    def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
         """The command for a run in this folder. Touches nothing; refuses settings that contradict each other."""
         ...
 
 
-def refuse_ignored(backend: Backend, config: RunConfig, written: Written) -> None:
+def refuse_ignored(backend: Backend, config: RunConfig, written: Provenance) -> None:
     """An error that names every setting somebody wrote and nothing would come of."""
     ignored = {
         key: fate.why
@@ -103,7 +133,7 @@ def refuse_ignored(backend: Backend, config: RunConfig, written: Written) -> Non
     drop = f"`--drop {','.join(ignored)}` runs without"
     raise_if_any(
         [
-            Problem(
+            SettingProblem(
                 f"{backend.name} ignores `{key}`, which is `{setting_text(config, key)}` {written.places[key]}: {why}",
                 f"remove it; {drop}",
             )
@@ -112,7 +142,7 @@ def refuse_ignored(backend: Backend, config: RunConfig, written: Written) -> Non
     )
 
 
-def prepare(backend: Backend, run: RunDir) -> Launch:
+def prepare(backend: Backend, run: RunDir) -> BackendLaunch:
     """Find the run's tasks, once for all processes of the run, and write what the command reads."""
     tasks = write_task_list(run)
     launch = backend.plan(with_steps(run.config, len(tasks.train)), run.path)
@@ -123,13 +153,13 @@ def prepare(backend: Backend, run: RunDir) -> Launch:
     return launch
 
 
-def start(launch: Launch) -> int:
+def start(launch: BackendLaunch) -> int:
     """Run the command to its end; its exit code. An interrupt stops it first."""
     environment = os.environ | launch.environment
     program = launch.command[0]
     if shutil.which(program, path=environment.get("PATH")) is None:
         raise DockyardError(f"`{program}` is not installed", hint="`--write` writes the files only, to start elsewhere")
-    words = [sys.executable, "-I", warden.__file__, str(_PATIENCE_S), *launch.command]
+    words = [sys.executable, "-I", supervise.__file__, str(_PATIENCE_S), *launch.command]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=2, env=environment, cwd=launch.directory, start_new_session=True
     )

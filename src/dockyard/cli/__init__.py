@@ -16,7 +16,7 @@ from dockyard.cli.run_file import EXIT_STOPPED, split_overrides
 from dockyard.cli.terminal import configure_logging, say, show
 from dockyard.cli.train import RunTraining
 from dockyard.errors import DockyardError, UsageError
-from dockyard.settings.dotenv import read_dotenv
+from dockyard.settings.load import read_dotenv
 
 EXIT_FAILED = 1
 _PATH_ERRORS = (NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)

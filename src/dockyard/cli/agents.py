@@ -19,7 +19,7 @@ def add(add_parser: AddParser) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     """Print the table."""
-    from dockyard.rollout.agents.listing import list_agents
+    from dockyard.rollout.agents.rows import list_agents
 
     print_data(list_agents(as_json=arguments.json).rstrip("\n") + "\n")
     return 0

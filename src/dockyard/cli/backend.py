@@ -20,11 +20,11 @@ from dockyard.cli.run_file import (
 )
 from dockyard.cli.terminal import print_data, say
 from dockyard.config import RunConfig
-from dockyard.run_dir import Purpose, RunDir
-from dockyard.settings.written import written_settings
+from dockyard.run_dir.run import Purpose, RunDir
+from dockyard.settings.load import written_settings
 
 if TYPE_CHECKING:
-    from dockyard.backends.launch import Backend, Launch
+    from dockyard.backends.launch import Backend, BackendLaunch
 
 type _Verb = Literal["backend slime", "backend prime-rl"]
 
@@ -81,14 +81,14 @@ def _describe(backend: "Backend", config: RunConfig, *, as_json: bool) -> int:
     return 0
 
 
-def _say_notes(launch: "Launch") -> None:
+def _say_notes(launch: "BackendLaunch") -> None:
     for note in launch.notes:
         say(note)
 
 
 def _work(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work:
     from dockyard.backends.launch import clear_away, prepare, start
-    from dockyard.collect import check_run
+    from dockyard.collect.open import check_run
     from dockyard.collect.task_sets import check_tasks
 
     backend.plan(config, config.run_dir.absolute())  # what it refuses must not leave a folder behind
@@ -116,5 +116,5 @@ def _work(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work:
     return work
 
 
-def _names(run: RunDir, launch: "Launch") -> str:
+def _names(run: RunDir, launch: "BackendLaunch") -> str:
     return ", ".join(f"`{short(run.backend / name)}`" for name in launch.files)

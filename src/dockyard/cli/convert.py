@@ -15,10 +15,10 @@ from dockyard.errors import UsageError
 
 if TYPE_CHECKING:
     from dockyard.convert.conversation import Converted
-    from dockyard.convert.report import Report
+    from dockyard.convert.report import ConversionReport
     from dockyard.convert.sample_files import SampleWriter
     from dockyard.convert.samples import Sample
-    from dockyard.gateway.render import Renderer
+    from dockyard.gateway.render.renderer import Renderer
 
 FORMATS = (".json", ".jsonl", ".parquet", ".pt")
 
@@ -51,16 +51,16 @@ def act(arguments: argparse.Namespace) -> int:
     wanted = _Wanted(arguments.source, arguments.output, arguments.traces, arguments.text)
     wanted.check(arguments.tokenizer)
     _refuse_samples(arguments.source)
-    from dockyard.convert.report import Report
-    from dockyard.convert.tokenizer import load_renderer
+    from dockyard.convert.report import ConversionReport
+    from dockyard.convert.tokenize import load_renderer
 
     renderer = load_renderer(arguments.tokenizer) if arguments.tokenizer else None
-    report = Report()
+    report = ConversionReport()
     with suppress(_NothingConvertedError):
         wanted.write(renderer, report)
     if arguments.json:
         print_data(json.dumps(report.summary(), indent=2) + "\n")
-    from dockyard.convert.trials import unfinished
+    from dockyard.convert.read import unfinished
 
     say(report.table())
     if notice := unfinished(arguments.source):
@@ -97,11 +97,11 @@ class _Wanted:
             if file and file.absolute() == self.source.absolute():
                 raise UsageError(f"`{file}` would be written over what it is made from", hint="choose another name")
 
-    def write(self, renderer: "Renderer | None", report: "Report") -> None:
+    def write(self, renderer: "Renderer | None", report: "ConversionReport") -> None:
         """Everything in one pass over the trials."""
+        from dockyard.convert.read import count_trials, read_trials
         from dockyard.convert.samples import SampleNumbers, open_writer, samples_of
         from dockyard.convert.traces import write_traces
-        from dockyard.convert.trials import count_trials, read_trials
 
         trials = _shown(read_trials(self.source, renderer, exact=not self.text), count_trials(self.source))
         numbers = SampleNumbers()
@@ -125,12 +125,12 @@ class _Wanted:
             if self.output and not report.converted:
                 raise _NothingConvertedError
 
-    def is_met(self, report: "Report") -> bool:
+    def is_met(self, report: "ConversionReport") -> bool:
         """Was something written, or could samples be if no file is named?"""
         has_samples = bool(report.converted) and (self.output is not None or self.traces is None)
         return has_samples or (self.traces is not None and bool(report.worded))
 
-    def say_files(self, report: "Report", renderer: "Renderer | None") -> None:
+    def say_files(self, report: "ConversionReport", renderer: "Renderer | None") -> None:
         """Where the result is, or how there would be one."""
         if self.output and report.converted:
             say(f"wrote {report.samples:,} samples to {self.output}")
@@ -147,8 +147,8 @@ class _Wanted:
 
 
 def _refuse_samples(source: Path) -> None:
-    from dockyard.convert.parquet import open_parquet
     from dockyard.convert.rollouts import holds_samples
+    from dockyard.convert.sample_files import open_parquet
 
     if not holds_samples(source):
         return

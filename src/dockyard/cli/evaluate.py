@@ -7,8 +7,8 @@ from dockyard.cli.run_file import AddParser, Flag, RunArguments, Work, add_run_v
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.run_dir import Purpose, RunDir
-from dockyard.settings import load
+from dockyard.run_dir.run import Purpose, RunDir
+from dockyard.settings.load import load
 
 FLAGS = (
     Flag("--split", "which tasks: `heldout` (default) or `train`", {"choices": ("heldout", "train")}),
@@ -55,8 +55,8 @@ def _more_overrides(arguments: argparse.Namespace, purpose: Purpose) -> list[str
 
 
 def _work(config: RunConfig, purpose: Purpose) -> Work:
-    from dockyard.collect.evaluation import evaluate
-    from dockyard.collect.gather import prepare
+    from dockyard.collect.evaluate import evaluate
+    from dockyard.collect.run_order import prepare
 
     prepared = prepare(config, split=purpose.split, adapter=purpose.adapter)
 

@@ -31,14 +31,14 @@ def add(add_parser: AddParser) -> None:
 def act(arguments: argparse.Namespace) -> int:
     """Write the folder and say what is in it."""
     try:
-        from dockyard.trainer.export import Wanted, export
+        from dockyard.trainer.export import ExportRequest, export
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("dockyard"):
             raise
         raise DockyardError(
             f"exporting needs `{error.name}`, which is not installed", hint="`pip install 'dockyard[train]'`"
         ) from error
-    wanted = Wanted(
+    wanted = ExportRequest(
         run=arguments.run,
         output=arguments.output,
         step=arguments.step,

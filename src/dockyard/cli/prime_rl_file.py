@@ -7,8 +7,8 @@ from pathlib import Path
 from dockyard.cli.run_file import EXIT_STOPPED
 from dockyard.cli.terminal import print_data, say
 from dockyard.errors import UsageError
-from dockyard.interrupt import stopped_by_signals
-from dockyard.settings import read_toml
+from dockyard.process import stopped_by_signals
+from dockyard.settings.load import read_toml
 
 _OF_RUNS = ("resume", "overwrite", "drop", "json")
 _MARK = "orchestrator"
@@ -23,8 +23,8 @@ def is_own(file: Path) -> bool:
 def act(arguments: argparse.Namespace) -> int:
     """Launch it as it is, or translated. Options that are none of ours are for Prime-RL."""
     from dockyard.backends.launch import clear_away, start
+    from dockyard.backends.prime_rl.launch import check_installed, find_rl
     from dockyard.backends.prime_rl.own_file import read_own_file
-    from dockyard.backends.prime_rl.programs import check_installed, find_rl
 
     for name in _OF_RUNS:
         if vars(arguments)[name]:

@@ -6,7 +6,7 @@ from dockyard.cli.run_file import AddParser, Flag, RunArguments, Work, add_run_v
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.run_dir import Purpose, RunDir
+from dockyard.run_dir.run import Purpose, RunDir
 
 
 def positive(text: str) -> int:
@@ -44,9 +44,9 @@ def refuse(arguments: argparse.Namespace, why: str) -> None:
 
 def work(config: RunConfig, purpose: Purpose) -> Work:
     """Rollouts of the training tasks, and a table of what they came to."""
-    from dockyard.collect.gather import prepare
     from dockyard.collect.harbor_cli import check_limits
-    from dockyard.collect.rollouts import collect_rollouts
+    from dockyard.collect.rollout import collect_rollouts
+    from dockyard.collect.run_order import prepare
 
     if purpose.harbor_cli:
         check_limits(config.rollout)

@@ -12,9 +12,9 @@ from typing import Any, Self
 from dockyard.cli.terminal import print_data, say
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.interrupt import stopped_by_signals
-from dockyard.run_dir import Purpose, RunDir, read_purpose, resumed_config
-from dockyard.settings import load_run_config
+from dockyard.process import stopped_by_signals
+from dockyard.run_dir.run import Purpose, RunDir, read_purpose, resumed_config
+from dockyard.settings.load import load_run_config
 from dockyard.settings.text import settings_help, to_toml
 
 EXIT_STOPPED = 130

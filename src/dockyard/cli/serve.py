@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dockyard.cli.run_file import AddParser
 from dockyard.cli.terminal import say
-from dockyard.interrupt import stopped_by_signals
+from dockyard.process import stopped_by_signals
 from dockyard.serve.options import ServeOptions, add_serve, as_flag
 
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from dockyard.errors import DockyardError
-from dockyard.settings.problems import Problem, SettingsError
+from dockyard.settings.messages import SettingProblem, SettingsError
 
 
 def print_data(text: str) -> None:
@@ -31,7 +31,7 @@ def show(error: DockyardError, *, debug: bool) -> None:
     if debug:
         traceback.print_exc()
     console = Console(stderr=True, highlight=False)
-    problems = error.problems if isinstance(error, SettingsError) else (Problem(error.message, error.hint),)
+    problems = error.problems if isinstance(error, SettingsError) else (SettingProblem(error.message, error.hint),)
     for problem in problems:
         console.print(Text.assemble(("error", "red"), f": {problem.message}"), soft_wrap=True)
         console.print(Text.assemble(("hint", "cyan"), f": {problem.hint}"), soft_wrap=True)

@@ -9,8 +9,8 @@ from dockyard.cli.run_file import AddParser, Flag, RunArguments, Work, add_run_v
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import Purpose, RunDir
-from dockyard.settings import READ_BY_SOURCE
+from dockyard.run_dir.run import Purpose, RunDir
+from dockyard.settings.load import READ_BY_SOURCE
 
 FLAGS = (
     Flag("--skip-training", "make rollouts only, as `dockyard rollout` does"),
@@ -88,9 +88,10 @@ def _asks_no_model(config: RunConfig) -> bool:
 def _load_training() -> RunTraining:
     """Before the run's folder is made: without torch there is nothing to begin."""
     try:
-        from dockyard.trainer import embedded, run_training
+        from dockyard.trainer import learner
+        from dockyard.trainer.run import run_training
 
-        del embedded
+        del learner
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("dockyard"):
             raise

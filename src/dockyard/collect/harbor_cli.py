@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from harbor import TrialAgentConfig, TrialResult
 
-from dockyard.collect.quiet import QUIET
+from dockyard.collect.harbor_env_vars import QUIET
 from dockyard.config import RolloutConfig
 from dockyard.errors import UsageError
 from dockyard.gateway.sessions import AnySession

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dockyard.collect import NoModel
+from dockyard.collect.open import NoModel
 from dockyard.config import RunConfig
-from dockyard.engine import Engine
-from dockyard.engine.checks import Wanted
-from dockyard.engine.connect import connect, connect_for_text, import_embedded
+from dockyard.engine.checks import ServerRequirements
 from dockyard.engine.model_dir import find_model
+from dockyard.engine.open import connect, connect_for_text, import_embedded
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.own_server import serving
-from dockyard.engine.remote import adapter_rank
+from dockyard.engine.protocol import Engine
+from dockyard.engine.remote_engine import adapter_rank
+from dockyard.engine.vllm_process import serving
 from dockyard.errors import DockyardError
-from dockyard.gateway.render import Renderer
-from dockyard.gateway.text_mode import TextSource
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.text_session import TextSource
 from dockyard.rollout.agents.rows import asks_no_model
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ async def _opened(
             engine = await _load(config, model)
         else:
             rank = adapter_rank(adapter) if adapter else config.trainer.lora_r
-            wanted = Wanted.of(config.model.name, model.folder, rank)
+            wanted = ServerRequirements.of(config.model.name, model.folder, rank)
             server = serving(config.engine, config.model, model.folder, wanted, log)
             engine = await connect(await stack.enter_async_context(server), wanted)
         stack.push_async_callback(engine.close)
@@ -106,7 +106,7 @@ async def _opened(
 
 
 async def _load(config: RunConfig, model: Model) -> Engine:
-    from dockyard.engine.transformers import TransformersEngine
+    from dockyard.engine.embedded.engine import TransformersEngine
     from dockyard.engine.weights import load_model
 
     logger.info("loading %s", config.model.name)

@@ -38,7 +38,7 @@ class Fault(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class TaskProblem:
     """One thing that is wrong with a task."""
 
     why: Fault
@@ -63,7 +63,7 @@ class TaskReport:
     task: str
     path: str
     ok: bool = True
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[TaskProblem, ...] = ()
     full_reward: float = 1.0
     oracle: float | None = None
     """Its reward; None where it was not run, or lost."""
@@ -72,7 +72,7 @@ class TaskReport:
 
     def blamed(self, why: Fault, detail: str) -> Self:
         """With one problem more."""
-        return replace(self, ok=False, problems=(*self.problems, Problem(why=why, detail=detail)))
+        return replace(self, ok=False, problems=(*self.problems, TaskProblem(why=why, detail=detail)))
 
     def is_full(self, reward: float) -> bool:
         return reward >= self.full_reward - _CLOSE

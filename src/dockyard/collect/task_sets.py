@@ -12,15 +12,12 @@ from pathlib import Path
 
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks import load_tasks
-from dockyard.tasks.demo import write_demo_tasks
-from dockyard.tasks.drafts import WriteTasks
-from dockyard.tasks.folder import Written
-from dockyard.tasks.select import Selection
-from dockyard.tasks.split import read_split, split_tasks, write_split
-from dockyard.tasks.trail import write_trail_tasks
+from dockyard.run_dir.run import RunDir
+from dockyard.tasks.folder import WrittenTasks
+from dockyard.tasks.generated import WriteTasks, write_demo_tasks, write_trail_tasks
+from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.split import Selection, read_split, split_tasks, write_split
 from dockyard.types import Task
 
 logger = logging.getLogger(__name__)
@@ -119,7 +116,7 @@ def _of_rows(run: RunDir) -> list[Task]:
     return load_tasks(folder)
 
 
-def _writer(config: RunConfig) -> Callable[[Path], Written]:
+def _writer(config: RunConfig) -> Callable[[Path], WrittenTasks]:
     tasks, selection = config.tasks, _selection(config)
     if tasks.source == "swebench":
         from dockyard.tasks import swebench

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from dockyard.convert.conversation import Converted
     from dockyard.convert.samples import Sample
-    from dockyard.convert.tokenizer import SavedTokenizer
-    from dockyard.gateway.render import Renderer
+    from dockyard.convert.tokenize import SavedTokenizer
+    from dockyard.gateway.render.renderer import Renderer
 
 __all__ = ["HarborTrajectoryConverter"]
 
@@ -26,32 +26,32 @@ class HarborTrajectoryConverter:
 
         Without `exact`, token ids that agents kept are not used: all is tokenised from text.
         """
-        from dockyard.convert.report import Report
-        from dockyard.convert.tokenizer import load_renderer
+        from dockyard.convert.report import ConversionReport
+        from dockyard.convert.tokenize import load_renderer
 
         self._renderer = load_renderer(tokenizer)
         self._exact = exact
-        self.report = Report()
+        self.report = ConversionReport()
         """What the last call came to: trials seen, converted, skipped by reason."""
 
     def load_job(self, path: Path | str) -> "list[Sample]":
         """The samples of a job, a trial, a run of ours or a single trajectory."""
-        from dockyard.convert.trials import read_trials
+        from dockyard.convert.read import read_trials
 
         return self._samples(read_trials(Path(path), self._renderer, exact=self._exact))
 
     def load_traces_parquet(self, path: Path | str) -> "list[Sample]":
         """The samples of a file of traces, in Harbor's columns of now or of earlier."""
-        from dockyard.convert.tokens import Tokeniser
-        from dockyard.convert.traced import read_traced
+        from dockyard.convert.tokenize import Tokeniser
+        from dockyard.convert.traces import read_traced
 
         return self._samples(read_traced(Path(path), Tokeniser(self._renderer, self._exact)))
 
     def _samples(self, trials: "Iterable[Converted]") -> "list[Sample]":
-        from dockyard.convert.report import Report
+        from dockyard.convert.report import ConversionReport
         from dockyard.convert.samples import SampleNumbers, samples_of
 
-        self.report, numbers = Report(), SampleNumbers()
+        self.report, numbers = ConversionReport(), SampleNumbers()
         samples: list[Sample] = []
         for found in trials:
             self.report.add(found)

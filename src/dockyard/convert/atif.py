@@ -1,14 +1,21 @@
-"""ATIF trajectories (1.0 to 1.8) as files have them. Fields that conversion does not read are not looked at."""
+"""ATIF trajectories (1.0 to 1.8) as stored in files. Fields that conversion does not need are not read.
 
+Terminus-2 stores replies split into analysis, plan and commands; they are joined again here. It uses no tool calls: the
+model writes JSON (or XML), and the terminal answers as the user. Unless replies were kept as sampled
+(`trajectory_config.raw_content`), their exact words are lost, and the form that its prompt asks for is used.
+"""
+
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dockyard.gateway.calls import arguments_object, function_tool
-from dockyard.gateway.history import Json, ToolCall
+from dockyard.gateway.messages import ToolCall
+from dockyard.gateway.protocol import arguments_object, function_tool
+from dockyard.types import Json
 
 _KNOWN = re.compile(r"ATIF-v1\.[0-8]")
 
@@ -17,17 +24,17 @@ class UnreadableError(Exception):
     """A file is not what it should be. Names the file."""
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """Of a message with more than text."""
 
     type: str = "text"
     text: str | None = None
 
 
-type Content = str | list[Part] | None
+type Content = str | list[ContentPart] | None
 
 
-class Call(BaseModel):
+class AtifCall(BaseModel):
     """A tool call."""
 
     tool_call_id: str = ""
@@ -72,13 +79,13 @@ class Metrics(BaseModel):
     logprobs: list[float] | None = None
 
 
-class Step(BaseModel):
+class AtifStep(BaseModel):
     """One message and what came of it."""
 
     source: Literal["system", "user", "agent"]
     message: Content = ""
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[AtifCall] | None = None
     observation: Observation | None = None
     metrics: Metrics | None = None
     is_copied_context: bool | None = None
@@ -116,7 +123,7 @@ class Trajectory(BaseModel):
     trajectory_id: str | None = None
     session_id: str | None = None
     agent: Agent = Field(default_factory=Agent)
-    steps: list[Step]
+    steps: list[AtifStep]
     continued_trajectory_ref: str | None = None
     subagent_trajectories: list["Trajectory"] | None = None
 
@@ -159,3 +166,47 @@ def _tool(wire: Json) -> Json | None:
     if not isinstance(name, str) or not name:
         return None
     return function_tool(name, function.get("description"), function.get("parameters") or function.get("input_schema"))
+
+
+NAME = "terminus-2"
+_COMMAND, _COMPLETE = "bash_command", "mark_task_complete"
+_TAKEN_APART = re.compile(r"(?:Analysis: (?P<analysis>.*?))?(?:(?:\A|\n)Plan: (?P<plan>.*))?", re.DOTALL)
+
+
+def reply_of(step: AtifStep, agent: Agent) -> str | None:
+    """The reply as the model was asked to write it; None if the step shows it as it was."""
+    calls, text = step.tool_calls or [], text_of(step.message)
+    parts = _TAKEN_APART.fullmatch(text)
+    if {call.function_name for call in calls} - {_COMMAND, _COMPLETE} or parts is None or not (calls or text):
+        return None
+    commands = [_arguments(call) for call in calls if call.function_name == _COMMAND]
+    is_complete = any(call.function_name == _COMPLETE for call in calls)
+    write = _xml if (agent.extra or {}).get("parser") == "xml" else _json
+    return write(parts["analysis"] or "", parts["plan"] or "", commands, is_complete)
+
+
+def _arguments(call: AtifCall) -> Json:
+    return call.call().arguments
+
+
+def _json(analysis: str, plan: str, commands: Sequence[Json], is_complete: bool) -> str:
+    reply: Json = {"analysis": analysis, "plan": plan, "commands": list(commands)}
+    if is_complete:
+        reply["task_complete"] = True
+    return json.dumps(reply, indent=2, ensure_ascii=False)
+
+
+def _xml(analysis: str, plan: str, commands: Sequence[Json], is_complete: bool) -> str:
+    keys = [
+        f'<keystrokes duration="{one.get("duration", 1.0)}">{one.get("keystrokes", "")}</keystrokes>'
+        for one in commands
+    ]
+    lines = [
+        "<response>",
+        f"<analysis>\n{analysis}\n</analysis>",
+        f"<plan>\n{plan}\n</plan>",
+        "\n".join(["<commands>", *keys, "</commands>"]),
+        *(["<task_complete>true</task_complete>"] if is_complete else []),
+        "</response>",
+    ]
+    return "\n".join(lines)

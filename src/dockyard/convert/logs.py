@@ -1,6 +1,8 @@
-"""What was said, from logs of agents that write no trajectory, or one that says less than their own log.
+"""Recover conversations from the logs of agents that write no trajectory, or one that holds less than their log.
 
-A log that cannot be taken apart without guessing gives nothing: its trial then counts as not convertible.
+A log that cannot be parsed without guessing yields nothing, and its trial counts as not convertible. OpenHands'
+`agent/completions` holds the model calls as sent; its trajectory is made from events and says `Running command: ls`
+where the model said something else.
 """
 
 import json
@@ -9,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dockyard.convert.conversation import Conversation
-from dockyard.convert.exchanges import message_of
+from dockyard.convert.atif import UnreadableError
+from dockyard.convert.conversation import Conversation, conversations_of, message_of
 from dockyard.convert.trace_text import as_dict, as_list
-from dockyard.gateway.history import ASSISTANT, Json, Message, ToolCall
+from dockyard.convert.trajectory import TrajectoryText
+from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
+from dockyard.types import Json
 
 TELL_MORE = ("mini-swe-agent",)
 """Agents whose own log says more than the trajectory that Harbor makes of it."""
@@ -131,3 +135,39 @@ _READERS: dict[str, Callable[[Path], Iterator[Conversation]]] = {
     "mini-swe-agent": _mini_swe_agent,
     "langgraph": _langgraph,
 }
+
+
+def read_completions(folder: Path) -> TrajectoryText:
+    """Raises `UnreadableError`."""
+    files = sorted(folder.glob("*.json"), key=lambda file: (_when(file), file.name))
+    exchanges = [_exchange(file) for file in files]
+    model = next((str(exchange["model"]) for exchange in exchanges if exchange["model"]), "")
+    try:
+        return TrajectoryText(conversations=conversations_of(exchanges), model=model)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"`{folder}` holds messages of no known form: {type(error).__name__}: {error}") from error
+
+
+def _when(file: Path) -> float:
+    """The names end with the time."""
+    try:
+        return float(file.stem.rpartition("-")[2])
+    except ValueError:
+        return 0.0
+
+
+def _exchange(file: Path) -> Json:
+    try:
+        logged: Json = json.loads(file.read_bytes())
+        response: Json = logged["response"]
+        choice: Json = response["choices"][0]
+        settings: Json = logged.get("kwargs") or {}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"`{file}` is no logged model call: {type(error).__name__}: {error}") from error
+    return {
+        "messages": logged.get("messages"),
+        "tools": settings.get("tools") or [],
+        "reply": choice.get("message"),
+        "finish": choice.get("finish_reason"),
+        "model": response.get("model"),
+    }

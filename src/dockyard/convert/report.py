@@ -44,7 +44,7 @@ class _Skipped:
 
 
 @dataclass(slots=True)
-class Report:
+class ConversionReport:
     """Counts attempts as they go by."""
 
     trials: int = 0

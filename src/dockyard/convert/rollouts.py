@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dockyard.convert.read import Converted, read_trials
 from dockyard.convert.samples import Sample, groups_of, read_samples
-from dockyard.convert.tokens import foreign
-from dockyard.convert.trials import Converted, read_trials
+from dockyard.convert.tokenize import off_policy_source
 from dockyard.errors import DockyardError
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Group, Rollout, Segment
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _checked(path: Path, renderer: Renderer) -> Iterator[Sample]:
     for sample in read_samples(path):
         nothing = np.zeros(len(sample.tokens), np.bool_)
         segment = Segment(token_ids=sample.tokens, sampled=nothing, logprobs=None, versions=None)
-        why = foreign([segment], f"{sample.prompt}\n{sample.response}", renderer)
+        why = off_policy_source([segment], f"{sample.prompt}\n{sample.response}", renderer)
         if why:
             hint = "`--model.name` names the model that the samples were made for"
             raise DockyardError(f"sample {sample.index} of `{path}` is another model's: {why}", hint=hint)

@@ -12,7 +12,7 @@ from dockyard.errors import DockyardError
 from dockyard.types import BoolArray, FloatArray, IntArray
 
 
-class Status(StrEnum):
+class SampleStatus(StrEnum):
     """How the rollout ended."""
 
     PENDING = "pending"
@@ -128,7 +128,7 @@ class _Row(BaseModel):
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     versions: list[_Int32] | None = None
-    status: Status
+    status: SampleStatus
     remove_sample: bool = False
     metadata: dict[str, Any] = Field(default_factory=dict)
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.sample import Sample, Status
+from dockyard.convert.sample import Sample, SampleStatus
 from dockyard.convert.sample_files import open_writer, read_samples
 from dockyard.errors import DockyardError
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Blame, Failure, Group, Rollout, Segment
 
-__all__ = ["Sample", "SampleNumbers", "Status", "groups_of", "open_writer", "read_samples", "samples_of"]
+__all__ = ["Sample", "SampleNumbers", "SampleStatus", "groups_of", "open_writer", "read_samples", "samples_of"]
 
 _LOST = ("no_reward", "unreadable")
 
@@ -126,10 +126,10 @@ def _metadata(converted: Converted, segment: int) -> dict[str, Any]:
 
 def _status(rollout: Rollout) -> str:
     if rollout.reward is None:
-        return Status.ABORTED.value
+        return SampleStatus.ABORTED.value
     if rollout.cut_short:
-        return Status.TRUNCATED.value
-    return (Status.FAILED if rollout.failure else Status.COMPLETED).value
+        return SampleStatus.TRUNCATED.value
+    return (SampleStatus.FAILED if rollout.failure else SampleStatus.COMPLETED).value
 
 
 def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
@@ -162,7 +162,7 @@ def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
         segments=tuple(_segment(sample) for sample in siblings if sample.loss_mask.any()),
         reward=first.reward,
         failure=_failure(metadata.get("failure")),
-        stats={"cut_at_end": 1} if any(sample.status == Status.TRUNCATED for sample in siblings) else {},
+        stats={"cut_at_end": 1} if any(sample.status == SampleStatus.TRUNCATED for sample in siblings) else {},
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
-from dockyard.convert import terminus
-from dockyard.convert.atif import Agent, Call, Step, Trajectory
+from dockyard.convert import atif
+from dockyard.convert.atif import Agent, AtifCall, AtifStep, Trajectory
 from dockyard.convert.conversation import Conversation
-from dockyard.gateway.history import ASSISTANT, Json, Message, ToolCall
+from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
+from dockyard.types import Json
 
 _ROLES = {
     "system": "system",
@@ -100,9 +101,9 @@ class HarborReader:
         thought = _THOUGHT.match(text)
         rest, calls = _calls(text[thought.end() :] if thought else text)
         reasoning = thought[1] if thought else ""
-        if self.agent.startswith(terminus.NAME):
-            step = Step(source="agent", message=rest, tool_calls=[_atif(call) for call in calls] or None)
-            whole = terminus.reply_of(step, Agent(name=self.agent))
+        if self.agent.startswith(atif.NAME):
+            step = AtifStep(source="agent", message=rest, tool_calls=[_atif(call) for call in calls] or None)
+            whole = atif.reply_of(step, Agent(name=self.agent))
             if whole is not None:
                 self.notes.add("rebuilt_replies")
                 return Message(ASSISTANT, whole, reasoning)
@@ -164,8 +165,8 @@ def _calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     return text, tuple(reversed(calls))
 
 
-def _atif(call: ToolCall) -> Call:
-    return Call(tool_call_id=call.id, function_name=call.name, arguments=call.arguments)
+def _atif(call: ToolCall) -> AtifCall:
+    return AtifCall(tool_call_id=call.id, function_name=call.name, arguments=call.arguments)
 
 
 def _json(text: str) -> Any:

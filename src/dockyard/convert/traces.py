@@ -1,27 +1,132 @@
-"""Files of traces: Harbor's columns, a row for each conversation, read and written a few rows at a time.
+"""Read and write trace files: Harbor's columns, one row per conversation, a few rows at a time.
 
-Harbor exports a row for each thing the model said, with all that came before it, so the last row of a trial tells the
-rows before it again. What Harbor's words cannot tell (who said what, thoughts, calls, what is copied) stands in
-`conversation_json`, a column of ours that readers of Harbor's columns need not know.
+Harbor exports one row for each thing the model said, with everything before it, so the last row of a trial repeats the
+rows before. What Harbor's columns cannot express (roles, thoughts, calls, copied messages) is stored in
+`conversation_json`, a column of ours that other readers can ignore. Tokens are made from the text.
 """
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dockyard.convert.conversation import Conversation, Converted
-from dockyard.convert.parquet import Column, ParquetWriter, open_parquet, read_parquet
-from dockyard.convert.sample_files import whole_file, writing
-from dockyard.convert.trace_rows import MAIN, TraceRow, conversations_in
-from dockyard.convert.trace_text import NoConversationError, as_dict, to_harbor
+from dockyard.convert.conversation import Conversation, Converted, group_name, message_of
+from dockyard.convert.sample_files import ParquetColumn, ParquetWriter, open_parquet, read_parquet, whole_file, writing
+from dockyard.convert.tokenize import Tokeniser, guarded, skip
+from dockyard.convert.trace_text import HarborReader, NoConversationError, as_dict, to_harbor, tools_of
 from dockyard.errors import DockyardError
-from dockyard.gateway.history import Json, Message
+from dockyard.gateway.messages import ASSISTANT, Message
+from dockyard.rollout.blame import BY_NAME
+from dockyard.rollout.job import is_exception, rollout_of_exception
+from dockyard.rollout.outcome import Place
+from dockyard.types import Blame, Failure, Json, Rollout
 
-_COLUMNS: tuple[Column, ...] = (
+MAIN = "main"
+"""The source of the rows that tell the agent's own history; others name a subagent or a summary."""
+_EPISODE = re.compile(r"(?:episode-)?(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One row, by our names of the columns."""
+
+    number: int
+    values: Json
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What the rows of one trial have in common. A row that names no trial is one."""
+        trial = self.text("trial_name")
+        return (self.text("run_id"), trial) if trial else ("", f"row-{self.number}")
+
+    @property
+    def episode(self) -> int | None:
+        found = _EPISODE.fullmatch(self.text("episode"))
+        return int(found[1]) if found else None
+
+    @property
+    def source(self) -> str:
+        source = self.text("trace_source")
+        return "" if source == MAIN else source
+
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        return "" if value is None else str(value)
+
+    def number_in(self, name: str) -> float | None:
+        try:
+            number = float(self.values[name])
+        except (KeyError, TypeError, ValueError):
+            return None
+        return number if math.isfinite(number) else None
+
+
+def conversations_in(rows: list[TraceRow], notes: set[str]) -> Iterator[Conversation]:
+    """Of all the rows of a trial. Raises `NoConversationError`."""
+    if "conversation_json" in rows[0].values and all(row.text("conversation_json") for row in rows):
+        yield from map(_recorded, rows)
+        return
+    for source in dict.fromkeys(row.source for row in rows):
+        own = sorted((row for row in rows if row.source == source), key=lambda row: row.episode or 0)
+        yield from _joined(own, source, notes)
+
+
+def _recorded(row: TraceRow) -> Conversation:
+    try:
+        recorded = json.loads(row.text("conversation_json"))
+        return Conversation(
+            messages=tuple(map(message_of, recorded["messages"])),
+            tools=tuple(recorded["tools"]),
+            sampled=frozenset(recorded["sampled"]),
+            cut=frozenset(recorded["cut"]),
+            name=recorded["name"],
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NoConversationError(f"`conversation_json` of row {row.number} is damaged: {error}") from error
+
+
+def _joined(rows: list[TraceRow], name: str, notes: set[str]) -> Iterator[Conversation]:
+    """The rows of one source in the order of their episodes: a row that goes on from the one before takes its place."""
+    every = len(rows) > 1 and [row.episode for row in rows] == list(range(len(rows)))
+    said: list[Message] = []
+    chain: Conversation | None = None
+    for row in rows:
+        now = _conversation(row, name, notes)
+        goes_on = chain is not None and now.messages[: len(chain.messages)] == chain.messages
+        if chain is not None and not goes_on:
+            said += [chain.messages[place] for place in chain.replies]
+            yield chain
+        sampled = _sampled(now, said, only_last=every)
+        before = chain.sampled or frozenset[int]() if chain is not None and goes_on else frozenset[int]()
+        chain = Conversation(messages=now.messages, tools=now.tools, sampled=before | sampled, name=name)
+    if chain is not None:
+        yield chain
+
+
+def _sampled(conversation: Conversation, said: list[Message], *, only_last: bool) -> frozenset[int]:
+    """`only_last`: what the model said before has rows of its own. Else what was said in an earlier one is copied."""
+    replies = conversation.replies
+    return frozenset(replies[-1:] if only_last else [p for p in replies if conversation.messages[p] not in said])
+
+
+def _conversation(row: TraceRow, name: str, notes: set[str]) -> Conversation:
+    reader = HarborReader(row.text("agent"), tools_of(row.values.get("tool_definitions")), notes)
+    try:
+        messages = reader.messages(row.values["conversations"])
+    except NoConversationError as error:
+        raise NoConversationError(f"`conversations` of row {row.number}: {error}") from error
+    if messages[0].role == ASSISTANT and row.text("instruction"):
+        messages.insert(0, Message("user", row.text("instruction")))
+    return Conversation(messages=tuple(messages), tools=reader.tools, name=name)
+
+
+_COLUMNS: tuple[ParquetColumn, ...] = (
     ("conversations", "messages"),
     ("agent", "text"),
     ("model", "text"),
@@ -208,4 +313,53 @@ def _trace(path: Path, rows: list[TraceRow]) -> Trace:
         conversations=conversations,
         problem=problem,
         notes=frozenset(notes),
+    )
+
+
+def read_traced(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    """Each trial that a file of traces tells of."""
+    seen: Counter[str] = Counter()
+    for trace in read_traces(path):
+        group = group_name(trace.task, trace.agent, trace.model)
+        found = _found(trace, group, seen[group])
+        seen[group] += 1
+        if trace.problem:
+            yield skip(found, "unreadable", f"{trace.where}: {trace.problem}")
+        elif trace.result and found.rollout.reward is None:
+            what = "" if found.rollout.failure else ", neither a reward nor an exception"
+            yield skip(found, "no_reward", f"`result` is `{trace.result}`{what}")
+        else:
+            yield guarded(found, partial(tokeniser.give, found))
+
+
+def _found(trace: Trace, group: str, attempt: int) -> Converted:
+    rollout = _rollout(trace, Place(task=trace.task, kind="", attempt=attempt))
+    return Converted(
+        where=trace.where,
+        trial=trace.trial,
+        agent=trace.agent,
+        model=trace.model,
+        rollout=rollout,
+        group=group,
+        conversations=trace.conversations,
+        notes=(*sorted(trace.notes), *_notes(rollout, trace.reward)),
+    )
+
+
+def _notes(rollout: Rollout, told: float | None) -> tuple[str, ...]:
+    if rollout.reward is None:
+        return () if rollout.failure else ("no_reward",)
+    return ("failed_unrewarded",) if told is None else ()
+
+
+def _rollout(trace: Trace, place: Place) -> Rollout:
+    """`result` is a reward, the exception that Harbor recorded instead of one, or our own word for a lost rollout."""
+    if trace.result in BY_NAME and trace.reward is None:
+        failure = Failure(cause=trace.result, blame=Blame.INFRASTRUCTURE, message="as the traces say")
+    elif is_exception(trace.result):
+        return rollout_of_exception(place, trace.result, trace.reward)
+    else:
+        failure = None
+    return Rollout(
+        task=place.task, kind=place.kind, attempt=place.attempt, segments=(), reward=trace.reward, failure=failure
     )

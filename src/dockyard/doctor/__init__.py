@@ -20,7 +20,7 @@ STYLES = {Status.OK: "green", Status.MISSING: "yellow", Status.BROKEN: "red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """Every check with what it found."""
 
     rows: tuple[tuple[Check, Finding], ...]
@@ -35,14 +35,14 @@ class Report:
         return not self.missing_for(use)
 
 
-def examine(probe: Probe) -> Report:
+def examine(probe: Probe) -> DoctorReport:
     """Run every check, all at the same time: together they take as long as the slowest."""
     with ThreadPoolExecutor(max_workers=len(CHECKS)) as pool:
         findings = [pool.submit(check.look, probe) for check in CHECKS]
-        return Report(rows=tuple((check, found.result()) for check, found in zip(CHECKS, findings, strict=True)))
+        return DoctorReport(rows=tuple((check, found.result()) for check, found in zip(CHECKS, findings, strict=True)))
 
 
-def to_json(report: Report) -> str:
+def to_json(report: DoctorReport) -> str:
     """The report as data."""
     checks = [
         {
@@ -59,7 +59,7 @@ def to_json(report: Report) -> str:
     return json.dumps({"checks": checks, "can_run": can_run}, indent=2)
 
 
-def to_table(report: Report) -> Text:
+def to_table(report: DoctorReport) -> Text:
     """The report for a person: one line per check, the fix below what needs one, and what it comes to."""
     width = max(len(check.name) for check, _ in report.rows)
     table = Text()
@@ -73,7 +73,7 @@ def to_table(report: Report) -> Text:
     return table.append("\n").append(summarize(report), style="bold")
 
 
-def summarize(report: Report) -> str:
+def summarize(report: DoctorReport) -> str:
     """What this machine can run, and for the rest which checks stand in the way."""
     can = [use.value for use in Use if report.can_run(use)]
     cannot = [f"{use.value} ({', '.join(report.missing_for(use))})" for use in Use if not report.can_run(use)]

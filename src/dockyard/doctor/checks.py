@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from dockyard.doctor.machine import Probe, Problem
+from dockyard.doctor.machine import MachineProblem, Probe
 
 REQUIRED = {
     "harbor": ">=0.25,<0.26",
@@ -148,7 +148,7 @@ def check_torch(probe: Probe) -> Finding:
 def check_sandbox(probe: Probe) -> Finding:
     """The `sandbox` environment: how sandboxes are made here, and what they lack."""
     found = probe.sandbox()
-    if isinstance(found, Problem):
+    if isinstance(found, MachineProblem):
         return broken(found.message, fix=found.hint)
     return Finding(status=Status.OK, found=found[0], notes=tuple(found[1:]))
 

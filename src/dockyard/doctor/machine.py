@@ -43,7 +43,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class MachineProblem:
     """Why something does not work, and the next command to try."""
 
     message: str
@@ -83,7 +83,7 @@ class Probe(Protocol):
 
     def space(self, folder: Path) -> Space: ...
 
-    def sandbox(self) -> Problem | list[str]:
+    def sandbox(self) -> MachineProblem | list[str]:
         """How sandboxes are made here, then what they lack; or why there can be none."""
         ...
 
@@ -131,12 +131,14 @@ class Machine:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         return Space(free_bytes=shutil.disk_usage(existing).free, writable=os.access(existing, os.W_OK))
 
-    def sandbox(self) -> Problem | list[str]:
+    def sandbox(self) -> MachineProblem | list[str]:
         ran = self.run([self.python, "-c", _TRY_SANDBOX])
         if ran.code is None:
-            return Problem(message="a sandbox takes too long to start", hint="dockyard doctor")
+            return MachineProblem(message="a sandbox takes too long to start", hint="dockyard doctor")
         if ran.code != 0:
             reason = ran.error.splitlines()[-1] if ran.error else f"exit code {ran.code}"
-            return Problem(message=f"trying a sandbox failed: {reason}", hint=f"{self.python} -c '{_TRY_SANDBOX}'")
+            return MachineProblem(
+                message=f"trying a sandbox failed: {reason}", hint=f"{self.python} -c '{_TRY_SANDBOX}'"
+            )
         found: dict[str, str] | list[str] = json.loads(ran.output)
-        return Problem(message=found["message"], hint=found["hint"]) if isinstance(found, dict) else found
+        return MachineProblem(message=found["message"], hint=found["hint"]) if isinstance(found, dict) else found

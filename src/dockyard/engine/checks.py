@@ -10,9 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dockyard.config import EngineConfig
-from dockyard.engine import GenerateRequest
-from dockyard.engine.remote import Ask, Draw, RemoteEngine, Served, Wire, models_in, read_draw
-from dockyard.engine.server import Server
+from dockyard.engine.http import ModelServer
+from dockyard.engine.protocol import GenerateRequest
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, Served, Wire, models_in, read_draw
 from dockyard.errors import EngineError
 
 # Where tokenizers differ: capitals, digits, runs of spaces, letters outside ASCII.
@@ -21,7 +21,7 @@ _TOP = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ServerRequirements:
     """What a run expects of a server."""
 
     model: str
@@ -42,7 +42,7 @@ class Wanted:
 
 
 async def open_checked(
-    server: Server, wire: Wire, config: EngineConfig, wanted: Wanted, *, logprobs_hint: str
+    server: ModelServer, wire: Wire, config: EngineConfig, wanted: ServerRequirements, *, logprobs_hint: str
 ) -> RemoteEngine:
     """An engine over a server that can be given new weights, after every check."""
     start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
@@ -52,7 +52,7 @@ async def open_checked(
     return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
 
 
-async def find_card(server: Server, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:
+async def find_card(server: ModelServer, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:
     """What the server says about the model to sample from. `hint` is for a server that does not answer."""
     try:
         answer = await server.get("/v1/models", patient=False)
@@ -69,7 +69,7 @@ async def find_card(server: Server, config: EngineConfig, *, hint: str) -> Mappi
     return cards[name]
 
 
-def served_as(server: Server, config: EngineConfig, card: Mapping[str, Any]) -> Served:
+def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]) -> Served:
     """The model's name there and its context length, as far as the settings allow."""
     limit, wish = card.get("max_model_len"), config.context_length
     if limit is None and wish is None:
@@ -85,7 +85,7 @@ def served_as(server: Server, config: EngineConfig, card: Mapping[str, Any]) -> 
     return Served(name=str(card["id"]), context_length=int(wish or limit or 0))
 
 
-async def tokenize(server: Server, served: Served, text: str) -> list[int]:
+async def tokenize(server: ModelServer, served: Served, text: str) -> list[int]:
     """By the server's own tokenizer."""
     body = {"model": served.name, "prompt": text, "add_special_tokens": False}
     answer = await server.post("/tokenize", body)
@@ -99,7 +99,7 @@ async def tokenize(server: Server, served: Served, text: str) -> list[int]:
             )
 
 
-def check_ids(server: Server, token_ids: Sequence[int], wanted: Wanted, *, hint: str) -> None:
+def check_ids(server: ModelServer, token_ids: Sequence[int], wanted: ServerRequirements, *, hint: str) -> None:
     """Refuse a server whose token ids mean something else than ours."""
     if list(token_ids) != list(wanted.token_ids):
         raise EngineError(
@@ -109,7 +109,9 @@ def check_ids(server: Server, token_ids: Sequence[int], wanted: Wanted, *, hint:
         )
 
 
-async def check_logprobs(server: Server, wire: Wire, served: Served, wanted: Wanted, *, hint: str) -> None:
+async def check_logprobs(
+    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, *, hint: str
+) -> None:
     """Refuse a server that reports the model's own logprobs, not those of the distribution it draws from."""
     cool, warm = [await _probe(server, wire, served, wanted, temperature) for temperature in (1.0, 2.0)]
     if not are_logprobs(cool.top) or not are_tempered(cool.top, warm.top):
@@ -119,7 +121,9 @@ async def check_logprobs(server: Server, wire: Wire, served: Served, wanted: Wan
         )
 
 
-async def _probe(server: Server, wire: Wire, served: Served, wanted: Wanted, temperature: float) -> Draw:
+async def _probe(
+    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, temperature: float
+) -> Draw:
     request = GenerateRequest(
         prompt_ids=np.array(wanted.token_ids, dtype=np.int32),
         max_new_tokens=1,

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from dockyard.config import EngineConfig
-from dockyard.engine.checks import Wanted, check_ids, check_logprobs, find_card, served_as
-from dockyard.engine.remote import Ask, Draw, RemoteEngine, key_hint
-from dockyard.engine.server import Answer, Server
+from dockyard.engine.checks import ServerRequirements, check_ids, check_logprobs, find_card, served_as
+from dockyard.engine.http import ModelServer, ServerResponse
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, key_hint
 from dockyard.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class TextEndpoint:
     """An endpoint that returns no token ids: what it says can be recorded as text, and not trained exactly."""
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: ModelServer, model: str) -> None:
         self._server = server
         self._model = model
 
@@ -39,7 +39,9 @@ class TextEndpoint:
         await self._server.close()
 
 
-async def connect_openai(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine | TextEndpoint:
+async def connect_openai(
+    server: ModelServer, config: EngineConfig, wanted: ServerRequirements
+) -> RemoteEngine | TextEndpoint:
     """An engine over this endpoint if it tells token ids, as vLLM's does; else a `TextEndpoint`."""
     wire = CompletionsWire()
     card = await find_card(server, config, hint="check `engine.url`; it is what a client takes as its base URL")
@@ -63,7 +65,7 @@ async def connect_openai(server: Server, config: EngineConfig, wanted: Wanted) -
     return RemoteEngine(server, wire, served)
 
 
-def _prompt_ids(answer: Answer) -> list[int] | None:
+def _prompt_ids(answer: ServerResponse) -> list[int] | None:
     """The ids that an answer says its prompt has; None if it tells no ids, neither of prompt nor of tokens."""
     try:
         choice = _Response.model_validate(answer.body).choices[0] if answer.ok else None
@@ -110,7 +112,7 @@ class CompletionsWire:
             top=choice.logprobs.top_logprobs[0] if choice.logprobs.top_logprobs else {},
         )
 
-    def has_forgotten(self, answer: Answer) -> bool:
+    def has_forgotten(self, answer: ServerResponse) -> bool:
         return False
 
     def command(self, model: str, rank: int) -> str:

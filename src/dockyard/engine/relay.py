@@ -11,15 +11,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 from uuid import uuid4
 
 import aiohttp
 import numpy as np
 
-from dockyard.engine import ContextOverflow, GenerateRequest, Generation
+from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.errors import EngineError
-from dockyard.types import Finish
+from dockyard.types import Finish, Json
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ _MOST_BOOTS = 5
 _HINT = "look at its log: its machine may have too little memory"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
-type Json = dict[str, Any]
-type Call = Callable[[str, Json], Awaitable[Json]]
+type RelayCall = Callable[[str, Json], Awaitable[Json]]
 """A kind of call and its body; returns the answer."""
 type Find = Callable[[], Awaitable[str | None]]
 """Where the server is now; None while it is nowhere. Raises DockyardError if it will not come back."""
@@ -52,7 +51,7 @@ class Relay:
     """Calls to one server, wherever it is just now. To be made inside an event loop."""
 
     def __init__(
-        self, find: Find, token: str, *, patience_s: float, on_boot: Callable[[Call], Awaitable[None]]
+        self, find: Find, token: str, *, patience_s: float, on_boot: Callable[[RelayCall], Awaitable[None]]
     ) -> None:
         """`on_boot` brings a server up to date that has just started; `patience_s` is how long it may be away."""
         self._find = find

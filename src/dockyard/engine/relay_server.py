@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from dockyard.engine.relay import BOOT_HEADER, FAILED, OTHER_BOOT, PENDING, Json
+from dockyard.engine.relay import BOOT_HEADER, FAILED, OTHER_BOOT, PENDING
 from dockyard.errors import DockyardError
+from dockyard.types import Json
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any, Self
 from pydantic import BaseModel, model_validator
 
 from dockyard.config import EngineConfig
-from dockyard.engine.checks import Wanted, open_checked
-from dockyard.engine.remote import Ask, Draw, RemoteEngine
-from dockyard.engine.server import Answer, Server
+from dockyard.engine.checks import ServerRequirements, open_checked
+from dockyard.engine.http import ModelServer, ServerResponse
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 
 
-async def connect_sglang(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
+async def connect_sglang(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
     flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
     return await open_checked(server, SGLangWire(), config, wanted, logprobs_hint=flag)
@@ -74,7 +74,7 @@ class SGLangWire:
             version=int(version) if self._tells_versions and version.isdecimal() else None,
         )
 
-    def has_forgotten(self, answer: Answer) -> bool:
+    def has_forgotten(self, answer: ServerResponse) -> bool:
         return answer.status == 400 and "never been loaded" in answer.reason
 
     def command(self, model: str, rank: int) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from dockyard.config import EngineConfig
-from dockyard.engine.checks import Wanted, open_checked
-from dockyard.engine.remote import Ask, Draw, RemoteEngine
-from dockyard.engine.server import Answer, Server
+from dockyard.engine.checks import ServerRequirements, open_checked
+from dockyard.engine.http import ModelServer, ServerResponse
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` accepts
 
 
-async def connect_vllm(server: Server, config: EngineConfig, wanted: Wanted) -> RemoteEngine:
+async def connect_vllm(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
     flag = "start the server with `--logprobs-mode processed_logprobs`"
     return await open_checked(server, VLLMWire(), config, wanted, logprobs_hint=flag)
@@ -67,7 +67,7 @@ class VLLMWire:
             top={entry.key: entry.logprob for position in positions[:1] for entry in position.top_logprobs},
         )
 
-    def has_forgotten(self, answer: Answer) -> bool:
+    def has_forgotten(self, answer: ServerResponse) -> bool:
         return answer.status == 404
 
     def command(self, model: str, rank: int) -> str:

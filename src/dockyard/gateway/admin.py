@@ -19,14 +19,13 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.calls import RefusedError, dump, validate
+from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.dialects.chat import error_body
-from dockyard.gateway.history import Json
-from dockyard.gateway.ledger import Limits, Recording, unknown_key
+from dockyard.gateway.protocol import RefusedError, dump, validate
+from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import AnySession
-from dockyard.gateway.text_wire import exchange_json
-from dockyard.types import Segment
+from dockyard.gateway.text_session import exchange_json
+from dockyard.types import Json, Segment
 
 MAX_SESSIONS = 4096
 """Open at the same time. Whoever never closes what it opens is told so before the memory is full."""
@@ -142,7 +141,7 @@ class Admin:
             seed=wish.seed,
             temperature=wish.temperature,
             max_new_tokens=wish.max_new_tokens,
-            limits=Limits(**wish.limits.model_dump()),
+            limits=SessionLimits(**wish.limits.model_dump()),
         )
         handle = secrets.token_urlsafe(16)
         self._sessions[handle] = session

@@ -9,14 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from dockyard.engine import ContextOverflow, Engine, GenerateRequest, Generation
-from dockyard.gateway.calls import RefusedError, Reply
-from dockyard.gateway.forest import Forest, Plan
-from dockyard.gateway.history import Prompt
-from dockyard.gateway.ledger import Ledger, Limits, Recording
-from dockyard.gateway.render import Renderer
+from dockyard.engine.protocol import ContextOverflow, Engine, GenerateRequest, Generation
+from dockyard.gateway.accounting import Ledger, Recording, SessionLimits
+from dockyard.gateway.matching import Forest, PromptPlan
+from dockyard.gateway.messages import Prompt
+from dockyard.gateway.protocol import NO_WISHES, ClientSampling, RefusedError, Reply
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.gateway.wishes import NO_WISHES, Wishes
 from dockyard.types import IntArray, Turn
 
 _ROUNDING = 1e-3
@@ -45,7 +44,9 @@ class AnySession(Protocol):
         """Tokens that it remembers, roughly."""
         ...
 
-    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: Wishes = NO_WISHES) -> asyncio.Task[Reply]: ...
+    def submit(
+        self, prompt: Prompt, max_tokens: int | None, wishes: ClientSampling = NO_WISHES
+    ) -> asyncio.Task[Reply]: ...
     async def count_tokens(self, prompt: Prompt) -> int: ...
     def mark_delivered(self, reply: Reply, delivered: bool) -> None: ...
     def note_misuse(self, refused: RefusedError) -> None: ...
@@ -59,7 +60,7 @@ class Session:
 
     label: str
     sampling: Sampling
-    limits: Limits
+    limits: SessionLimits
     engine: Engine
     renderer: Renderer
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
@@ -75,7 +76,7 @@ class Session:
     def num_held(self) -> int:
         return self._forest.num_held
 
-    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: Wishes = NO_WISHES) -> asyncio.Task[Reply]:
+    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: ClientSampling = NO_WISHES) -> asyncio.Task[Reply]:
         """Start a call. Cancelling the task drops it; the task raises `RefusedError` if there is no answer."""
         return self._ledger.submit(lambda number: self._answer(number, prompt, max_tokens, wishes))
 
@@ -101,7 +102,7 @@ class Session:
         stitched, stats = self._forest.stitch()
         return self._ledger.close(stats, segments=stitched.segments, untrusted=stitched.untrusted)
 
-    async def _answer(self, number: int, prompt: Prompt, max_tokens: int | None, wishes: Wishes) -> Reply:
+    async def _answer(self, number: int, prompt: Prompt, max_tokens: int | None, wishes: ClientSampling) -> Reply:
         self._ledger.check_stored(self._forest.num_bytes)
         started = time.thread_time()
         plan = self._forest.plan(prompt)
@@ -125,13 +126,13 @@ class Session:
         self._count_cpu(started)
         return Reply(number=call.number, turn=call, message=message, usage=usage)
 
-    async def _rendered(self, plan: Plan, prompt: Prompt) -> tuple[Plan, IntArray]:
+    async def _rendered(self, plan: PromptPlan, prompt: Prompt) -> tuple[PromptPlan, IntArray]:
         # In a thread: a first prompt takes tens of milliseconds, a hostile one far longer.
         plan, prompt_ids, cpu_s = await asyncio.to_thread(self._render, plan, prompt)
         self.count("cpu_us", round(cpu_s * 1e6))
         return plan, prompt_ids
 
-    def _render(self, plan: Plan, prompt: Prompt) -> tuple[Plan, IntArray, float]:
+    def _render(self, plan: PromptPlan, prompt: Prompt) -> tuple[PromptPlan, IntArray, float]:
         """Keep what was sampled as it was sampled and render only what is new; render everything where that fails."""
         started = time.thread_time()
         try:
@@ -148,7 +149,9 @@ class Session:
     def _count_cpu(self, started: float) -> None:
         self.count("cpu_us", round((time.thread_time() - started) * 1e6))
 
-    def _request(self, number: int, prompt_ids: IntArray, max_tokens: int | None, wishes: Wishes) -> GenerateRequest:
+    def _request(
+        self, number: int, prompt_ids: IntArray, max_tokens: int | None, wishes: ClientSampling
+    ) -> GenerateRequest:
         room = self.engine.context_length - len(prompt_ids)
         if room <= 0:
             raise self._overflown(len(prompt_ids), self.engine.context_length)

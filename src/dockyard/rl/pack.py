@@ -1,4 +1,4 @@
-"""Packs token sequences into rows without padding, and without repeating what sequences begin with in common.
+"""Turn groups of rollouts into weighted sequences, and pack them into rows without padding or repeated prefixes.
 
 A row is the trie of its sequences in depth-first order. Token j is an ancestor of token i, and so visible to it,
 exactly when `j <= i < ends[j]`. Logprobs and gradients equal those of the sequences one by one.
@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from dockyard.sequences import common_prefix
-from dockyard.types import FloatArray, IntArray
+from dockyard.config import GRPOConfig
+from dockyard.rl.advantage import Scored, scored
+from dockyard.types import FloatArray, Group, IntArray, Segment, common_prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PackedRow:
     """One forward pass. The arrays after `ends` have one entry per trained token."""
 
     start: int = 0
@@ -50,7 +51,7 @@ class Row:
     """Which of the row's examples the token belongs to. An example is never divided between rows."""
 
 
-def pack(examples: Sequence[Example], max_tokens: int) -> list[Row]:
+def pack(examples: Sequence[Example], max_tokens: int) -> list[PackedRow]:
     """Rows of at most `max_tokens` tokens. Sequences that begin alike stay together.
 
     A longer sequence has a row of its own, which takes in others that add little to it: agents' first prompts alone may
@@ -86,12 +87,12 @@ def divide(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
     return list(pairwise([*starts, len(lengths)]))
 
 
-def lay_out(ordered: Sequence[Example], bounds: Sequence[tuple[int, int]], start: int = 0) -> list[Row]:
+def lay_out(ordered: Sequence[Example], bounds: Sequence[tuple[int, int]], start: int = 0) -> list[PackedRow]:
     """These rows, without the first `start` tokens, which are the same in all of them."""
     return [_row(ordered[first:last], start) for first, last in bounds]
 
 
-def _row(examples: Sequence[Example], start: int) -> Row:
+def _row(examples: Sequence[Example], start: int) -> PackedRow:
     """Lay sorted sequences out as a trie: each adds only what follows its common beginning with the one before."""
     tokens, positions, ends = np.zeros((3, sum(len(example.token_ids) for example in examples)), dtype=np.int32)
     path = np.arange(start, dtype=np.int32)  # where each token of the present sequence stands in the row
@@ -107,7 +108,7 @@ def _row(examples: Sequence[Example], start: int) -> Row:
         paths.append(path)
         size += new
     ends[path] = size
-    return Row(
+    return PackedRow(
         start=start,
         token_ids=tokens[start:size],
         positions=positions[start:size],
@@ -129,3 +130,47 @@ def _old_logprobs(example: Example) -> FloatArray:
 
 def _per_target(examples: Sequence[Example], values: list[float]) -> FloatArray:
     return np.repeat(np.array(values, dtype=np.float32), [len(example.targets) for example in examples])
+
+
+_DEFAULT = GRPOConfig()
+
+
+def examples_of(groups: Sequence[Group], config: GRPOConfig = _DEFAULT, *, with_idle: bool) -> list[Example]:
+    """What to train on. All segments of a rollout share its advantage, and all its tokens weigh the same.
+
+    Rollouts without advantage move nothing but the KL penalty, so they count and are left out unless `with_idle`.
+    """
+    counted = [item for group in groups for item in _counted(group, config)]
+    num_tokens = sum(item.rollout.num_sampled for item in counted)
+    examples: list[Example] = []
+    for item in counted:
+        rollout, advantage = item.rollout, item.advantage
+        if rollout.num_sampled == 0 or (advantage == 0 and not with_idle):
+            continue
+        lengths = {"rollout": rollout.num_sampled, "constant": config.constant_length}
+        divisor = num_tokens if config.aggregation == "token" else lengths[config.aggregation] * len(counted)
+        weight = 1.0 / divisor
+        examples += [_example(segment, advantage, weight) for segment in rollout.segments if segment.sampled.any()]
+    return examples
+
+
+def _counted(group: Group, config: GRPOConfig) -> list[Scored]:
+    """The rollouts whose loss is taken, and which the mean is over. The others were still compared with."""
+    items = scored(group, config)
+    if (config.zero_variance == "exclude" or config.dynamic_sampling) and not any(item.advantage for item in items):
+        return []
+    if config.overlong == "mask":
+        items = [item for item in items if not item.rollout.cut_short]
+    return items
+
+
+def _example(segment: Segment, advantage: float, weight: float) -> Example:
+    targets = np.flatnonzero(segment.sampled).astype(np.int32)
+    assert targets[0] > 0  # nothing comes before the first token that could have drawn it
+    return Example(
+        token_ids=segment.token_ids,
+        targets=targets,
+        old_logprobs=None if segment.logprobs is None else segment.logprobs[targets],
+        advantage=advantage,
+        weight=weight,
+    )

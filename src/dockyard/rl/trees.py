@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dockyard.rl.pack import Example, Row, divide, in_order, lay_out, pack, sizes
+from dockyard.rl.pack import Example, PackedRow, divide, in_order, lay_out, pack, sizes
 from dockyard.types import IntArray
 
 _WORTH_A_PASS = 512
@@ -25,7 +25,7 @@ class Tree:
 
     trunk: IntArray
     """The token ids they all begin with. None, where there is one row that stands alone."""
-    rows: tuple[Row, ...]
+    rows: tuple[PackedRow, ...]
 
     @property
     def num_tokens(self) -> int:

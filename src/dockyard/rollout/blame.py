@@ -1,14 +1,31 @@
-"""Whose fault a failed rollout is: the table of causes, and how one is chosen.
+"""Decide who is to blame for a failed rollout: the table of causes, and how a cause is found.
 
-What the policy cannot have caused is tried again, then dropped. What it can have caused keeps its verified reward, or
-0: a policy that learns to break its sandbox, or to hang its tests, must not profit.
+What the policy cannot have caused is retried, then dropped. What it can have caused keeps its verified reward, or 0: a
+policy that learns to break its sandbox, or to hang its tests, must not profit. Harbor records exceptions by type name,
+so the types that environments raise are defined here.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dockyard.gateway.ledger import Recording
+from dockyard.gateway.accounting import Recording
 from dockyard.types import Blame, Failure
+
+
+class SandboxDiedError(Exception):
+    """The environment ended before it was stopped: out of memory, or killed."""
+
+
+class DockerUnreachableError(Exception):
+    """The Docker engine does not answer."""
+
+
+class ImageMissingError(Exception):
+    """A task's image is neither here nor to be had."""
+
+
+class SealError(Exception):
+    """What the agent did to its environment keeps it from being graded safely."""
 
 
 class Guilt(StrEnum):

@@ -14,8 +14,7 @@ from typing import Self
 import numpy as np
 from harbor.models.agent.rollout_detail import RolloutDetail
 
-from dockyard.sequences import common_prefix
-from dockyard.types import FloatArray, IntArray, Segment
+from dockyard.types import FloatArray, IntArray, Segment, common_prefix
 
 
 @dataclass(frozen=True, slots=True)

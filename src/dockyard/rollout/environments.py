@@ -1,28 +1,161 @@
-"""The environments of a run: checked before anything starts, opened once, and a way from them to the gateway."""
+"""A run's environments: checked before anything starts, opened once, with a way from them to the gateway.
 
-# pyright: reportMissingTypeStubs=false
+A remote environment reaches the gateway through a tunnel: a command of the user's that prints a URL and runs until it
+is stopped. Such commands print other URLs too, so the tunnel's URL is the one at which the gateway answers.
+"""
 
+import asyncio
+import contextlib
+import difflib
 import logging
-from collections.abc import AsyncGenerator
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
 
+import aiohttp
 from harbor import TrialEnvironmentConfig
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.environment_type import EnvironmentType
 from harbor.utils.optional_import import MissingExtraError
+from yarl import URL
 
 from dockyard.config import EnvironmentConfig, GatewayConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.gateway.app import Gateway
+from dockyard.gateway.server import Gateway
+from dockyard.process import ends_with
 from dockyard.rollout import sandbox
-from dockyard.rollout.options import check_options, nearest, options_of
 from dockyard.rollout.sandbox.check import choose_mechanism
 from dockyard.rollout.sandbox.client import LANDLOCK
 from dockyard.rollout.sandbox.confined import remove_leftovers
-from dockyard.rollout.site import Site
-from dockyard.rollout.tunnel import open_tunnel
+
+# pyright: reportMissingTypeStubs=false
+
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One kind of environment, ready for trials."""
+
+    environment: TrialEnvironmentConfig
+    """What every trial gets."""
+    listen: tuple[str, ...] = (LOOPBACK,)
+    """Addresses of this machine where the gateway listens, loopback first."""
+    host: str | None = None
+    """The gateway's host as agents inside see it. None: they cannot reach this machine."""
+
+
+_GATHERS = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def options_of(made: type) -> set[str]:
+    """What may be left out when one is made, its bases' options included."""
+    found: dict[str, Parameter] = {}
+    for base in reversed(made.__mro__[:-1]):  # the last is `object`
+        if "__init__" in vars(base):
+            found |= signature(vars(base)["__init__"]).parameters
+    return {name for name, one in found.items() if one.default is not Parameter.empty and one.kind not in _GATHERS}
+
+
+def check_options(setting: str, given: Iterable[str], known: Collection[str], *, of: str) -> None:
+    """Refuse an option that would have no effect, or that is not for users."""
+    for name in given:
+        if name not in known:
+            raise UsageError(f"`{setting}.{name}` is no option of `{of}`", hint=nearest(name, sorted(known)))
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for who misspelt a name."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+_PROBE_TIMEOUT_S = 10.0
+_PAUSE_S = 0.5
+_URL = re.compile(r"https?://[\w.:\[\]-]+")
+
+
+@asynccontextmanager
+async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -> AsyncGenerator[str]:
+    """The tunnel's URL. The command, with all it started, ends with the block."""
+    process = await asyncio.create_subprocess_shell(
+        command.replace("{port}", str(port)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    heard: list[str] = []
+    reading = asyncio.create_task(_listen(process.stdout, heard))  # to its end: a full pipe would stop the tunnel
+    try:
+        url = await _find(process, heard, port, patience_s)
+        if url is None:
+            raise DockyardError(
+                f"`gateway.tunnel` is `{command}`, which opened no way to the gateway in {patience_s:g} s: "
+                + (" / ".join(heard[-3:]) or "it printed nothing"),
+                hint="run it by hand, or open a tunnel yourself and name it by `--gateway.public_url`",
+            )
+        logger.info("agents reach the gateway at %s", url)
+        async with ends_with(process, lambda: _ended(process, command)):
+            yield url
+    finally:
+        reading.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _ended(process: asyncio.subprocess.Process, command: str) -> DockyardError:
+    """Agents without a way to their model would count as crashed."""
+    message = f"`gateway.tunnel` ended with code {process.returncode} in the middle of the run"
+    return DockyardError(message, hint=f"run `{command}` by hand; `--resume` continues the run")
+
+
+async def _listen(output: asyncio.StreamReader, heard: list[str]) -> None:
+    async for raw in output:
+        if len(heard) < 1000 and (line := raw.decode(errors="replace").strip()):
+            heard.append(line)
+
+
+async def _find(process: asyncio.subprocess.Process, heard: list[str], port: int, patience_s: float) -> str | None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience_s), aiohttp.ClientSession(trust_env=True) as client:
+            while process.returncode is None:
+                printed = dict.fromkeys(url.rstrip(".:") for line in list(heard) for url in _URL.findall(line))
+                for url in printed:
+                    if _port(url) != port and await _is_gateway(client, url):
+                        return url
+                await asyncio.sleep(_PAUSE_S)
+    return None
+
+
+def _port(url: str) -> int | None:
+    try:
+        return URL(url).port
+    except ValueError:
+        return None
+
+
+async def _is_gateway(client: aiohttp.ClientSession, url: str) -> bool:
+    """Whoever knocks without a key is told that it is not valid."""
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S), client.get(f"{url}/v1/models") as response:
+            return response.status == 401 and "invalid_api_key" in await response.text()
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return False
+
+
+# pyright: reportMissingTypeStubs=false
+
 
 LOCAL = ("sandbox", "docker")
 """Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""

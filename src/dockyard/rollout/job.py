@@ -22,11 +22,11 @@ from harbor.models.trial.error_policy import ERROR_POLICIES, FailureCause, polic
 from pydantic import BaseModel, Field, ValidationError
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.ledger import Recording
+from dockyard.gateway.accounting import Recording
 from dockyard.rollout.blame import BY_EXCEPTION
 from dockyard.rollout.details import num_turns, segments_of
 from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
-from dockyard.tasks import load_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 logger = logging.getLogger(__name__)

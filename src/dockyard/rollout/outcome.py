@@ -9,8 +9,8 @@ from datetime import datetime
 from harbor import TrialResult
 from harbor.models.verifier.result import VerifierResult
 
-from dockyard.gateway.ledger import Recording
-from dockyard.gateway.text_wire import exchange_json
+from dockyard.gateway.accounting import Recording
+from dockyard.gateway.text_session import exchange_json
 from dockyard.rollout.blame import failure_of
 from dockyard.types import Blame, Rollout
 

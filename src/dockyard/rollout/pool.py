@@ -12,7 +12,7 @@ from dockyard.config import RolloutConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout.blame import is_worth_retrying
 from dockyard.rollout.trial import Attempt
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 from dockyard.types import Group, Rollout, Task
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Order:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pool:
+class RolloutPool:
     """Bounded concurrency, retries for infrastructure failures only, and a record of everything.
 
     Orders that are under way at the same time share the slots; the one that came first goes first.

@@ -1,12 +1,13 @@
 """The `shell` agent, small enough for small models: ask, run the fenced command, show its output, ask again.
 
-It runs in Dockyard's own process, so the environment needs no network.
+It runs in Dockyard's own process, so the environment needs no network. With `commands`, each turn runs one command from
+that list and no shell expands it, so that no pipe, loop or `$(...)` does several turns' work in one.
 """
-
-# pyright: reportMissingTypeStubs=false
 
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from typing import Any, Literal, override
 
 import aiohttp
@@ -15,7 +16,44 @@ from harbor.agents.capabilities import AgentCapabilities
 from harbor.models.trajectories import Agent, Step, Trajectory
 
 from dockyard import __version__
-from dockyard.rollout.one_command import one_command, rule
+
+_OPERATORS = "();<>|&"
+
+
+def one_command(text: str, allowed: Sequence[str]) -> str | None:
+    """The command with each word quoted; None unless it is one of these, with at most a `> FILE` at its end."""
+    words = _words(text)
+    if not words or words[0] not in allowed:
+        return None
+    if len(words) > 2 and words[-2] == ">":
+        words, target = words[:-2], f" > {shlex.quote(words[-1])}"
+    else:
+        target = ""
+    if any(set(word) <= set(_OPERATORS) for word in words):
+        return None
+    return shlex.join(words) + target
+
+
+def rule(allowed: Sequence[str]) -> str:
+    """What the model is told when its command is not run."""
+    return f"Only one command at a time: {' or '.join(allowed)}, with at most one > FILE."
+
+
+def _words(text: str) -> list[str]:
+    """None where there are several lines, or a quote that does not end."""
+    if "\n" in text.strip():
+        return []
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        return list(lexer)
+    except ValueError:
+        return []
+
+
+# pyright: reportMissingTypeStubs=false
+
 
 API_KEY_VARIABLE = "DOCKYARD_API_KEY"  # named so that Harbor keeps its value out of the trial's files
 SYSTEM_PROMPT = "You are a shell agent. Reply with one bash command in a ```bash code block and nothing else."

@@ -1,27 +1,113 @@
-"""One Harbor Trial becomes one Rollout. The only file that runs trials."""
+"""Run one Harbor Trial and turn it into one Rollout. Only this file runs trials.
 
-# pyright: reportMissingTypeStubs=false
+A rollout passes through phases, and each phase has its own limit on concurrent rollouts.
+"""
 
 import asyncio
 import math
 import shutil
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
 from harbor import Trial, TrialConfig, TrialEvent, TrialHookEvent, TrialTaskConfig, TrialVerifierConfig
 
 from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.ledger import Limits, Recording
+from dockyard.gateway.accounting import Recording, SessionLimits
+from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import AnySession, Sampling
-from dockyard.rollout.agents import Endpoint, agent_config
 from dockyard.rollout.agents.rows import must_ask
+from dockyard.rollout.agents.wiring import Endpoint, agent_config
+from dockyard.rollout.environments import Site
 from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
-from dockyard.rollout.phases import Passage, Phase, Phases
-from dockyard.rollout.site import Site
 from dockyard.rollout.verifier import VERIFIER
 from dockyard.types import Rollout, Task
+
+
+class Phase(StrEnum):
+    """What a rollout is at."""
+
+    BUILDING = "building"
+    """Its environment starts, its agent is installed."""
+    RUNNING = "running"
+    """Its agent works."""
+    VERIFYING = "verifying"
+    """It is graded, and its environment taken down."""
+
+
+type OnChange = Callable[[Mapping[Phase, int]], None]
+
+
+def _nobody(_: Mapping[Phase, int]) -> None: ...
+
+
+class Phases:
+    """The slots of each phase, shared by all rollouts of a run."""
+
+    def __init__(self, config: RolloutConfig, on_change: OnChange = _nobody) -> None:
+        limits = {
+            Phase.BUILDING: config.max_building,
+            Phase.RUNNING: config.max_running,
+            Phase.VERIFYING: config.max_verifying,
+        }
+        self._slots = {phase: asyncio.Semaphore(limit or config.concurrency) for phase, limit in limits.items()}
+        self._counts: Counter[Phase] = Counter()
+        self._on_change = on_change
+
+    @contextmanager
+    def passage(self) -> Generator["PhaseSlot"]:
+        """One rollout's way through. Its slot is free again however the block ends."""
+        passage = PhaseSlot(self)
+        try:
+            yield passage
+        finally:
+            passage.leave()
+
+    async def take(self, phase: Phase) -> None:
+        await self._slots[phase].acquire()
+        self._count(phase, 1)
+
+    def give_back(self, phase: Phase) -> None:
+        self._slots[phase].release()
+        self._count(phase, -1)
+
+    def _count(self, phase: Phase, amount: int) -> None:
+        self._counts[phase] += amount
+        self._on_change(self._counts)
+
+
+@dataclass(slots=True)
+class PhaseSlot:
+    """Holds at most one slot: that of the phase the rollout is in."""
+
+    phases: Phases
+    phase: Phase | None = None
+    """The last one it was in."""
+    waited_s: float = 0.0
+    _holds: Phase | None = field(default=None)
+
+    async def enter(self, phase: Phase) -> float:
+        """Give the present slot back and wait for the next; returns for how long."""
+        self.leave()
+        started = time.monotonic()
+        await self.phases.take(phase)
+        self._holds = self.phase = phase
+        waited = time.monotonic() - started
+        self.waited_s += waited
+        return waited
+
+    def leave(self) -> None:
+        if self._holds is not None:
+            self.phases.give_back(self._holds)
+            self._holds = None
+
+
+# pyright: reportMissingTypeStubs=false
+
 
 _SLACK_S = 60.0
 """For what happens between the phases: copying files in and out, taking the environment down."""
@@ -66,12 +152,12 @@ class TrialRunner:
     trials_dir: Path
     seal: bool = True
     policy_use: GatewayConfig = field(default_factory=GatewayConfig)
-    new_session: Callable[[str, Sampling, Limits], AnySession] | None = None
+    new_session: Callable[[str, Sampling, SessionLimits], AnySession] | None = None
     """Where a rollout does not sample from what the gateway does: its own access to a policy."""
 
     async def run(self, attempt: Attempt) -> Rollout:
         """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
-        books = _Books(self.gateway, self.open_session(attempt))
+        books = _SessionOnce(self.gateway, self.open_session(attempt))
         try:
             outcome = await self._outcome(attempt, books)
         finally:
@@ -81,7 +167,7 @@ class TrialRunner:
     def open_session(self, attempt: Attempt) -> AnySession:
         """The attempt's own access to the policy."""
         sampling = Sampling(seed=attempt.seed, temperature=attempt.temperature, max_new_tokens=self.max_new_tokens)
-        limits = Limits(
+        limits = SessionLimits(
             max_calls=self.policy_use.max_calls,
             max_sampled_tokens=self.policy_use.max_sampled_tokens,
             max_concurrency=self.policy_use.max_concurrency,
@@ -90,7 +176,7 @@ class TrialRunner:
         self.gateway.host(session)
         return session
 
-    async def _outcome(self, attempt: Attempt, books: "_Books") -> Outcome:
+    async def _outcome(self, attempt: Attempt, books: "_SessionOnce") -> Outcome:
         shutil.rmtree(self.trials_dir / attempt.name, ignore_errors=True)  # of an earlier try
         limit_s = self.total_timeout_s(attempt.task)
         with self.phases.passage() as passage:
@@ -143,7 +229,7 @@ class TrialRunner:
 
 
 @dataclass(slots=True)
-class _Books:
+class _SessionOnce:
     """A session that is closed once, when its agent's time is over: what still runs then gets no more answers."""
 
     gateway: Gateway
@@ -156,7 +242,7 @@ class _Books:
         return self._recording
 
 
-def _attach(trial: Trial, passage: Passage, deadline: asyncio.Timeout, books: _Books) -> None:
+def _attach(trial: Trial, passage: PhaseSlot, deadline: asyncio.Timeout, books: _SessionOnce) -> None:
     """Take the trial through the phases as Harbor announces them. Waiting for a phase costs no time of the trial's."""
 
     async def enter(phase: Phase) -> None:

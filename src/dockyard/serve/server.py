@@ -13,26 +13,26 @@ from typing import Any
 
 from yarl import URL
 
-from dockyard import interrupt
-from dockyard.engine import Engine
-from dockyard.engine.checks import Wanted
-from dockyard.engine.connect import connect, connect_for_text, import_embedded
+from dockyard import process
+from dockyard.engine.checks import ServerRequirements
 from dockyard.engine.model_dir import find_model
+from dockyard.engine.open import connect, connect_for_text, import_embedded
 from dockyard.engine.openai import TextEndpoint
-from dockyard.engine.remote import adapter_rank
+from dockyard.engine.protocol import Engine
+from dockyard.engine.remote_engine import adapter_rank
 from dockyard.errors import DockyardError
+from dockyard.gateway.accounting import SessionLimits
 from dockyard.gateway.admin import Admin
-from dockyard.gateway.app import Gateway
-from dockyard.gateway.conversations import Conversations
-from dockyard.gateway.ledger import Limits
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.protocol import WishReader
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import AnySession, Sampling
-from dockyard.gateway.wishes import WishReader
+from dockyard.gateway.shared_session import Conversations
 from dockyard.serve.options import AdminOptions, ServeOptions
 
 logger = logging.getLogger(__name__)
 
-_UNLIMITED = Limits(max_concurrency=1024, max_waiting=8192)
+_UNLIMITED = SessionLimits(max_concurrency=1024, max_waiting=8192)
 """Engines queue by themselves."""
 _DEFAULT_RANK = 16
 _EVERYWHERE = ("0.0.0.0", "::", "")
@@ -53,7 +53,7 @@ def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
         _check_address("127.0.0.1", options.admin.port)
     if options.key is None and options.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("whoever reaches %s may use the model: `--no-auth` is on", options.host)
-    interrupt.run(keep_serving(options, find(options), announce))
+    process.run(keep_serving(options, find(options), announce))
 
 
 def find(options: ServeOptions) -> Model | None:
@@ -120,13 +120,13 @@ async def _open_engine(options: ServeOptions, model: Model | None) -> Engine | T
     if options.engine.type == "transformers":
         return await _load(options, model)
     rank = adapter_rank(options.adapter) if options.adapter else _DEFAULT_RANK
-    wanted = Wanted.of(options.model.name, model.folder, rank)
+    wanted = ServerRequirements.of(options.model.name, model.folder, rank)
     return await connect(options.engine, wanted)
 
 
 async def _load(options: ServeOptions, model: Model) -> Engine:
     import_embedded("`--engine vllm --engine-url ...`")
-    from dockyard.engine.transformers import TransformersEngine
+    from dockyard.engine.embedded.engine import TransformersEngine
     from dockyard.engine.weights import load_model
 
     logger.info("loading %s", options.model.name)

@@ -14,7 +14,7 @@ from typing import Any, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dockyard.config import Config
-from dockyard.settings.problems import LIST_HINT, Problem, unknown_setting
+from dockyard.settings.messages import LIST_HINT, SettingProblem, unknown_setting
 from dockyard.settings.text import settings_by_key
 
 
@@ -23,16 +23,16 @@ class Applied:
     """The keys that were written into the values, and what was wrong with the others."""
 
     keys: frozenset[str]
-    problems: tuple[Problem, ...]
+    problems: tuple[SettingProblem, ...]
 
 
 def apply_overrides(kind: type[Config], values: dict[str, Any], words: Sequence[str]) -> Applied:
     """Write what the command line says over what the file says, in place. The last of a repeated key wins."""
     known = settings_by_key(kind)
     keys: set[str] = set()
-    problems: list[Problem] = []
+    problems: list[SettingProblem] = []
     for pair in _pairs(words):
-        problem = pair if isinstance(pair, Problem) else _apply(kind, known, values, *pair)
+        problem = pair if isinstance(pair, SettingProblem) else _apply(kind, known, values, *pair)
         if problem:
             problems.append(problem)
         elif isinstance(pair, tuple):
@@ -51,26 +51,28 @@ def forget(values: dict[str, Any], key: str) -> None:
     values.pop(leaf, None)
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, str] | Problem]:
-    pairs: list[tuple[str, str] | Problem] = []
+def _pairs(words: Sequence[str]) -> list[tuple[str, str] | SettingProblem]:
+    pairs: list[tuple[str, str] | SettingProblem] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
-            pairs.append(Problem(f"`{word}` is not an option", f"settings are `--section.key value`; {LIST_HINT}"))
+            pairs.append(
+                SettingProblem(f"`{word}` is not an option", f"settings are `--section.key value`; {LIST_HINT}")
+            )
         elif equals:
             pairs.append((key, text))
         elif rest and not rest[0].startswith("--"):
             pairs.append((key, rest.pop(0)))
         else:
-            pairs.append(Problem(f"`--{key}` needs a value", f"write `--{key} VALUE` or `--{key}=VALUE`"))
+            pairs.append(SettingProblem(f"`--{key}` needs a value", f"write `--{key} VALUE` or `--{key}=VALUE`"))
     return pairs
 
 
 def _apply(
     kind: type[Config], known: dict[str, FieldInfo], values: dict[str, Any], key: str, text: str
-) -> Problem | None:
+) -> SettingProblem | None:
     parts = key.split(".")
     setting = next(
         (name for name in known if key == name or (key.startswith(f"{name}.") and _is_table(known[name]))), ""
@@ -80,9 +82,9 @@ def _apply(
     field = known[setting]
     value = _parse(field, text) if key == setting else _literal(text)
     if _is_table(field) and _holds_null(value):
-        return Problem(f"`--{key}` is `{text}`; a table cannot hold null", "leave that key out")
+        return SettingProblem(f"`--{key}` is `{text}`; a table cannot hold null", "leave that key out")
     if value == "" and Path in _members(field):
-        return Problem(f"`--{key}` is empty; it must be a path", f"`{key}`: {field.description}")
+        return SettingProblem(f"`--{key}` is empty; it must be a path", f"`{key}`: {field.description}")
     _put(values, parts, value)
     return None
 

@@ -83,7 +83,7 @@ class Skipped:
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenTasks:
     """What became of a dataset's rows."""
 
     folder: Path

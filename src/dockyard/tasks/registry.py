@@ -18,8 +18,8 @@ from urllib.request import getproxies
 from dockyard.cache import cache_dir
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks import load_tasks, task_settings
-from dockyard.tasks.select import Selection
+from dockyard.tasks.sources import load_tasks, task_settings
+from dockyard.tasks.split import Selection
 from dockyard.types import Task
 
 if TYPE_CHECKING:

@@ -1,20 +1,22 @@
-"""The rows of a dataset: of JSONL, JSON and parquet files here, or of a dataset on the Hugging Face Hub.
+"""Read dataset rows from JSONL, JSON and parquet files, or from a dataset on the Hugging Face Hub.
 
-What cannot be read is named with its file and line, and the rest is read all the same.
+Columns are found by name, by a common alias, or as `--map ours=theirs` says; they are never guessed. Rows that cannot
+be read are reported with file and line, and the others are still read.
 """
 
 import ast
+import difflib
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dockyard.errors import DockyardError, UsageError
-from dockyard.tasks.folder import Skipped, Written
-from dockyard.tasks.hub import find_dataset
-from dockyard.tasks.select import Selection
+from dockyard.tasks.folder import Skipped, WrittenTasks
+from dockyard.tasks.split import Selection
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"}
@@ -22,7 +24,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One row, and where it stands."""
 
     where: str
@@ -42,7 +44,7 @@ class Rows:
     """What a dataset held."""
 
     source: str
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[DatasetRow] = field(default_factory=list[DatasetRow])
     skipped: list[Skipped] = field(default_factory=list[Skipped])
     """Lines and files that cannot be read."""
 
@@ -128,7 +130,7 @@ def _read_into(found: Rows, file: Path, where: str) -> None:
     try:
         for number, value in enumerate(readers[file.suffix](file), start=1):
             if isinstance(value, dict):
-                found.rows.append(Row(where, number, cast("dict[str, Any]", value)))
+                found.rows.append(DatasetRow(where, number, cast("dict[str, Any]", value)))
             elif isinstance(value, _Broken):
                 found.skipped.append(Skipped(where=f"`{where}` row {number}", why=value.why))
             elif value is not None:
@@ -178,16 +180,146 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 
 def choose_rows(
-    rows: Sequence[Row], columns: Mapping[str, str], selection: Selection, written: Written, where: str
-) -> list[Row]:
+    rows: Sequence[DatasetRow], columns: Mapping[str, str], selection: Selection, written: WrittenTasks, where: str
+) -> list[DatasetRow]:
     """Those that are asked for, however many: the limit counts tasks, and many of these may be bad.
 
     Ids that are not there are named, and are an error only where no other is asked for.
     """
 
-    def id_of(row: Row) -> str:
+    def id_of(row: DatasetRow) -> str:
         return str(row.values.get(columns["instance_id"]))
 
     known, missing = replace(selection, limit=None).known({id_of(row) for row in rows})
     written.skipped += [Skipped(where=f"`{where}`", why=f"has no id `{name}`") for name in missing]
     return known.apply(rows, id_of=id_of, repo_of=lambda row: str(row.values.get(columns["repo"])), where=where)
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_dataset(name: str, suffixes: Sequence[str]) -> Path:
+    """The folder with the dataset's files of these kinds."""
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(tuple(suffixes)):
+        hint = "name a file, a folder of such files, or a dataset of the Hub as `owner/name`"
+        raise UsageError(f"there is no dataset `{name}`", hint=hint)
+    logger.info("looking for the dataset %s on the Hub", name)
+    return _fetched(name, [f"*{suffix}" for suffix in suffixes])
+
+
+def _fetched(name: str, patterns: list[str]) -> Path:
+    from httpx import HTTPError
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    reach = "check the network, or give a local file of the dataset"
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+    except HFValidationError:
+        message, hint = f"`{name}` is neither here nor a name of the Hub", "check the dataset's name or path"
+    except GatedRepoError:
+        message, hint = f"the dataset `{name}` needs its terms accepted", "accept them on the Hub, then `hf auth login`"
+    except RepositoryNotFoundError:
+        message, hint = f"there is no dataset `{name}` here or on the Hub", "check the name, or `hf auth login`"
+    except (OSError, HTTPError) as error:  # the Hub's own errors are OSErrors
+        if cached := _cached(name, patterns):
+            return cached
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        message, hint = f"the dataset `{name}` is not here and the Hub cannot be reached: {reason}", reach
+    raise DockyardError(message, hint=hint)
+
+
+def _cached(name: str, patterns: list[str]) -> Path | None:
+    """Behind a proxy that refuses, the Hub's client does not look there by itself."""
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column we read."""
+
+    name: str
+    about: str
+    """What it holds, for people."""
+    aliases: tuple[str, ...] = ()
+    """What other datasets call it."""
+    needed: bool = True
+
+
+def match_columns(
+    columns: Sequence[Column], found: Collection[str], mapping: Mapping[str, str], where: str
+) -> dict[str, str]:
+    """Our names to theirs, for the columns that are there. Two candidates for one column are an error."""
+    _check_mapping(columns, found, mapping, where)
+    matched: dict[str, str] = {}
+    for column in columns:
+        theirs = [mapping[column.name]] if column.name in mapping else _candidates(column, found, mapping)
+        if len(theirs) > 1:
+            names = " and ".join(f"`{name}`" for name in theirs)
+            raise UsageError(
+                f"`{where}` has {names}: either may be `{column.name}` ({column.about})",
+                hint=f"say which: `--map {column.name}={theirs[0]}`",
+            )
+        if theirs:
+            matched[column.name] = theirs[0]
+    missing = [column for column in columns if column.needed and column.name not in matched]
+    if missing:
+        raise unknown_layout(columns, found, missing, where)
+    return matched
+
+
+def parse_mapping(words: Sequence[str]) -> dict[str, str]:
+    """`ours=theirs`, each as `--map` takes it."""
+    mapping: dict[str, str] = {}
+    for word in words:
+        ours, is_pair, theirs = word.partition("=")
+        if not is_pair or not ours or not theirs:
+            raise UsageError(f"`--map {word}` is not `ours=theirs`", hint="for example `--map bug_patch=patch`")
+        if mapping.get(ours, theirs) != theirs:
+            raise UsageError(f"`--map` gives `{ours}` twice: `{mapping[ours]}` and `{theirs}`", hint="leave one out")
+        mapping[ours] = theirs
+    return mapping
+
+
+def unknown_layout(
+    columns: Sequence[Column], found: Collection[str], missing: Sequence[Column], where: str
+) -> UsageError:
+    """What was found, what is needed, and how to say which is which."""
+    lacks = ", ".join(f"`{column.name}`" for column in missing)
+    there = ", ".join(f"`{name}`" for name in found) or "none"
+    needed = "; ".join(_described(column) for column in columns if column.needed or column in missing)
+    theirs = difflib.get_close_matches(missing[0].name, list(found), 1, cutoff=0.0) or ["THEIRS"]
+    return UsageError(
+        f"`{where}` has no column {lacks}\ncolumns found: {there}\ncolumns needed: {needed}",
+        hint=f"say which column it is, for example `--map {missing[0].name}={theirs[0]}`",
+    )
+
+
+def _described(column: Column) -> str:
+    also = f", also called {', '.join(f'`{name}`' for name in column.aliases)}" if column.aliases else ""
+    return f"`{column.name}` ({column.about}{also})"
+
+
+def _candidates(column: Column, found: Collection[str], mapping: Mapping[str, str]) -> list[str]:
+    """Our own name wins over aliases; a column that was mapped to another name of ours is no longer free."""
+    taken = set(mapping.values())
+    free = [name for name in (column.name, *column.aliases) if name in found and name not in taken]
+    return free[:1] if column.name in free else free
+
+
+def _check_mapping(columns: Sequence[Column], found: Collection[str], mapping: Mapping[str, str], where: str) -> None:
+    ours = [column.name for column in columns]
+    for name, theirs in mapping.items():
+        if name not in ours:
+            near = difflib.get_close_matches(name, ours, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"ours are {', '.join(f'`{each}`' for each in ours)}"
+            raise UsageError(f"`--map {name}={theirs}`: `{name}` is not a column of ours", hint=hint)
+        if theirs not in found:
+            there = ", ".join(f"`{each}`" for each in found)
+            raise UsageError(f"`--map {name}={theirs}`: `{where}` has no column `{theirs}`", hint=f"it has {there}")

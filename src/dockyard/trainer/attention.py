@@ -46,7 +46,7 @@ def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
 
 
 @dataclass(slots=True, eq=False)
-class Trunk:
+class PrefixKV:
     """What all rows of a tree see: keys and values by layer, and the gradients that the rows leave for them.
 
     They go past autograd, from one call of attention to another: no row's graph holds on to the trunk's.
@@ -70,14 +70,14 @@ class Trunk:
                 total += grad
 
 
-_TRUNKS: dict[int, Trunk] = {}
+_TRUNKS: dict[int, PrefixKV] = {}
 _NUMBERS = count(1)
 
 
 @contextmanager
-def new_trunk(num_tokens: int) -> Iterator[Trunk]:
+def new_trunk(num_tokens: int) -> Iterator[PrefixKV]:
     """One that rows can name for as long as this lasts."""
-    trunk = Trunk(num_tokens, next(_NUMBERS))
+    trunk = PrefixKV(num_tokens, next(_NUMBERS))
     _TRUNKS[trunk.number] = trunk
     try:
         yield trunk
@@ -95,8 +95,8 @@ class _Call:
 
     blocks: list[list[int]]
     layer: int
-    made: Trunk | None
-    seen: Trunk | None
+    made: PrefixKV | None
+    seen: PrefixKV | None
 
     @classmethod
     def of(cls, row_blocks: Tensor) -> Self:
@@ -108,7 +108,7 @@ class _Call:
         return len(self.blocks) == 1 and self.seen is None
 
 
-def as_row_blocks(blocks: NDArray[np.int64], trunk: Trunk | None, *, made: bool) -> Tensor:
+def as_row_blocks(blocks: NDArray[np.int64], trunk: PrefixKV | None, *, made: bool) -> Tensor:
     """A row's blocks, and which trunk it makes or sees."""
     number = 0 if trunk is None else -trunk.number if made else trunk.number
     return torch.from_numpy(np.concatenate([blocks, [[0, 0, 0, number]]]))
@@ -122,7 +122,7 @@ def in_layer(row_blocks: Tensor, index: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionBlock:
     """What one block gives its queries."""
 
     out_QHD: Tensor
@@ -132,10 +132,10 @@ class Part:
 class Kernel(Protocol):
     """Attention of queries to keys of one sequence, with the log-sum-exp of their scores; causal where it is square."""
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part: ...
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock: ...
 
     def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -156,14 +156,14 @@ class CuDNN:
     Queries past the end come to nothing; keys past the end are seen by them alone.
     """
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
         num, spare = len(q_QHD), rounded_up(len(q_QHD)) - len(q_QHD)
         q, k, v = (_heads_first(_longer(x, spare if causal or x is q_QHD else 0)) for x in (q_QHD, k_KGD, v_KGD))
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-        return Part(_tokens_first(out)[:num], lse[0, :, :num, 0])
+        return AttentionBlock(_tokens_first(out)[:num], lse[0, :, :num, 0])
 
     def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         spare = rounded_up(len(q_QHD)) - len(q_QHD)
         grad, q, out = (_heads_first(_longer(x, spare)) for x in (grad_QHD, q_QHD, part.out_QHD))
@@ -190,14 +190,14 @@ def _longer(x_THD: Tensor, spare: int) -> Tensor:
 class Flash:
     """FlashAttention as torch has it: no plans, any shape."""
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
         out, lse, *_ = _aten._flash_attention_forward(
             *(q_QHD, k_KGD, v_KGD, *self._bounds(q_QHD, k_KGD), 0.0, causal, False)
         )
-        return Part(out, lse)
+        return AttentionBlock(out, lse)
 
     def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
         return _aten._flash_attention_backward(
@@ -214,14 +214,14 @@ class Flash:
 class Cpu:
     """FlashAttention for CPUs, which knows no groups of heads."""
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
         groups = q_QHD.shape[1] // k_KGD.shape[1]
         q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return Part(_tokens_first(out), lse[0])
+        return AttentionBlock(_tokens_first(out), lse[0])
 
     def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups = q_QHD.shape[1] // k_KGD.shape[1]
         q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
@@ -235,7 +235,7 @@ class Cpu:
 class Plain:
     """Matrix products and a softmax, for number formats that no fused kernel takes: float32 on a GPU."""
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> Part:
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
         k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
         outs: list[Tensor] = []
         lses: list[Tensor] = []
@@ -243,10 +243,10 @@ class Plain:
             scores_HqK = self._scores(q_QHD[start : start + _PLAIN_QUERIES].transpose(0, 1), k_HKD, start, causal)
             outs.append((scores_HqK.softmax(-1) @ v_HKD).transpose(0, 1))
             lses.append(scores_HqK.logsumexp(-1))
-        return Part(torch.cat(outs), torch.cat(lses, 1))
+        return AttentionBlock(torch.cat(outs), torch.cat(lses, 1))
 
     def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: Part, causal: bool
+        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
         dqs: list[Tensor] = []
@@ -309,7 +309,7 @@ def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tenso
     return out_THD.to(q_THD.dtype), lse_HT
 
 
-def _join(out_QHD: Tensor, lse_HQ: Tensor, part: Part) -> None:
+def _join(out_QHD: Tensor, lse_HQ: Tensor, part: AttentionBlock) -> None:
     """Add a part to what its queries have so far."""
     joined_HQ = torch.logaddexp(lse_HQ, part.lse_HQ.to(lse_HQ.dtype))
     old_QH1, new_QH1 = ((lse - joined_HQ).exp().T[:, :, None] for lse in (lse_HQ, part.lse_HQ))
@@ -333,13 +333,13 @@ def row_attention_backward(
     call = _Call.of(row_blocks)
     if call.is_one_sequence and not (call.made and call.made.grads):
         kernel = _kernel(q_THD, len(q_THD), causal=True)
-        dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, Part(out_THD, lse_HT), True)
+        dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, AttentionBlock(out_THD, lse_HT), True)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
     for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
-        part = Part(out_THD[start:stop], lse_HT[:, start:stop])
+        part = AttentionBlock(out_THD[start:stop], lse_HT[:, start:stop])
         kernel = _kernel(q, last - first, causal=start == first)
         grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
         for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
@@ -347,7 +347,7 @@ def row_attention_backward(
     if call.seen:
         k, v = call.seen.seen[call.layer]
         kernel = _kernel(q_THD, len(k), causal=False)
-        dq, *asked = kernel.backward(grad_THD, q_THD, k, v, Part(out_THD, lse_HT), False)
+        dq, *asked = kernel.backward(grad_THD, q_THD, k, v, AttentionBlock(out_THD, lse_HT), False)
         sums[0] += dq
         call.seen.add(call.layer, *asked)
     if call.made and call.made.grads:

@@ -1,14 +1,14 @@
-"""A trained policy as a folder that vLLM, transformers and the Hub take as it is: a whole model, or its adapter alone.
+"""Export a trained policy as a folder that vLLM, transformers and the Hub take: a whole model, or its adapter alone.
 
-It computes what the policy computed in training. It says how that was prompted, and its chat template does the same
-wherever that is possible.
+It computes what the policy computed in training. Its README says how it was prompted, and its chat template does the
+same wherever that is possible.
 """
 
 import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,80 @@ from dockyard.config import ModelConfig, RunConfig
 from dockyard.engine.model_dir import find_model, hub_name
 from dockyard.engine.weights import load_model, load_weights
 from dockyard.errors import DockyardError, UsageError
-from dockyard.gateway.render import Renderer
-from dockyard.gateway.render.retention import keeping_thoughts
-from dockyard.gateway.render.template import TokenizerConfig, read_config, template_source
-from dockyard.run_dir import HeldoutScore, checkpoints_of, settings_file
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.render.template import TokenizerConfig, keeping_thoughts, read_config, template_source
 from dockyard.run_dir.durable import refuse_below_file, whole_folder
-from dockyard.settings import load_run_config
+from dockyard.run_dir.run import HeldoutScore, checkpoints_of, settings_file
+from dockyard.settings.load import load_run_config
 from dockyard.trainer.checkpoint import number_format
-from dockyard.trainer.model_card import model_card
+
+_TRAINED = {
+    "lora": "A LoRA adapter was trained over frozen weights.",
+    "qlora": "A LoRA adapter was trained over frozen weights of 4 bits (NF4); what it was added to here has all bits.",
+    "full": "All weights were trained.",
+}
+"""What each `trainer.method` did."""
+
+
+def model_card(about: Mapping[str, Any], *, merged: bool, on_hub: bool, thinks: bool) -> str:
+    """Markdown, with the head that the Hub reads."""
+    kind = "A model" if merged else "A LoRA adapter"
+    score = about["heldout_reward"]
+    reached = f", with a mean reward of {score:.3f} on held-out tasks" if score is not None else ""
+    return "\n".join(
+        [
+            "---",
+            *([f"base_model: {about['base_model']}"] if on_hub else []),
+            f"library_name: {'transformers' if merged else 'peft'}",
+            "pipeline_tag: text-generation",
+            "tags: [dockyard, reinforcement-learning]",
+            "---",
+            "",
+            f"{kind} made by Dockyard {about['dockyard']}: `{about['base_model']}` after {about['step']} steps of "
+            f"reinforcement learning with the agent `{about['agent']}`{reached}. {_TRAINED[about['method']]}",
+            "",
+            "## How it was prompted in training",
+            "",
+            *(f"- {line}" for line in _prompting(about, thinks=thinks)),
+            "",
+            "`dockyard.json` has the same for programs.",
+            "",
+            "## Serving it",
+            "",
+            *_serving(about, merged=merged),
+            "",
+        ]
+    )
+
+
+def _prompting(about: Mapping[str, Any], *, thinks: bool) -> list[str]:
+    lines = [f"Sampled at temperature {about['temperature']:g}, without top-p, top-k or penalties."]
+    if about["tool_calls"] == "preamble":
+        lines.append(
+            "Tools were told in the system text, because the chat template knows none; `dockyard serve` does that."
+        )
+    else:
+        lines.append(f"Tools and tool calls were written as the chat template does (`{about['tool_calls']}`).")
+    if about["chat_template_changed"]:
+        lines.append("Thoughts of earlier turns stayed in the prompt. `chat_template.jinja` was changed to keep them.")
+    elif thinks and not about["chat_template_keeps_thoughts"]:
+        lines.append(
+            "Thoughts of earlier turns stayed in the prompt. The chat template leaves them out; "
+            "`dockyard serve` keeps them."
+        )
+    return lines
+
+
+def _serving(about: Mapping[str, Any], *, merged: bool) -> list[str]:
+    if merged:
+        return ["    dockyard serve DIR     # prompts as in training", "    vllm serve DIR"]
+    base = about["base_model"]
+    template = " --chat-template DIR/chat_template.jinja" if about["chat_template_changed"] else ""
+    return [
+        f"    dockyard serve {base} --adapter DIR     # prompts as in training",
+        f"    vllm serve {base} --enable-lora --lora-modules policy=DIR{template}",
+    ]
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +107,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ExportRequest:
     """What to export, and where to."""
 
     run: Path
@@ -88,7 +154,7 @@ class Base:
         return sum(map(_num_weights, files)) * _BYTES[self.dtype]
 
 
-def export(wanted: Wanted) -> Source:
+def export(wanted: ExportRequest) -> Source:
     """Write the folder, whole or not at all, and say what it was made of."""
     if not settings_file(wanted.run).is_file():
         raise UsageError(f"`{wanted.run}` holds no run", hint="`dockyard train RUN.toml` makes one")

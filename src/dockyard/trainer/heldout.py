@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dockyard.collect.passk import Score, score_rollouts
 from dockyard.config import RunConfig
 from dockyard.rollout.pool import Order
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
 from dockyard.trainer.loop import ServedLearner, TaskRollouts
 from dockyard.types import Task
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dockyard.trainer.attention import in_layer
-from dockyard.trainer.free_memory import free_bytes
+from dockyard.trainer.memory import free_bytes
 
 
 class Keep(IntEnum):

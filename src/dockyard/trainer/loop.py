@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from dockyard.config import GRPOConfig, RunConfig
-from dockyard.engine import Engine
+from dockyard.engine.protocol import Engine
 from dockyard.errors import DockyardError
-from dockyard.rollout.pool import Order, Pool, failure_counts
-from dockyard.rollout.statistics import rollout_metrics
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.rl.statistics import rollout_metrics
+from dockyard.rollout.pool import Order, RolloutPool, failure_counts
+from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.tasks.order import due, spare
-from dockyard.trainer.progress import Progress
-from dockyard.trainer.signal import collect_signal, group_metrics
+from dockyard.trainer.display import TrainingProgress
+from dockyard.trainer.dynamic_sampling import collect_signal, group_metrics
 from dockyard.types import Group, Rollout, Task
 
 if TYPE_CHECKING:  # it needs torch, which a loop whose policy is on another machine does not
@@ -94,10 +94,10 @@ class TaskRollouts:
     weights behind them are at most so many updates old.
     """
 
-    pool: Pool
+    pool: RolloutPool
     tasks: list[Task]
     config: RunConfig
-    progress: Progress
+    progress: TrainingProgress
     _begun: dict[int, "_Collection"] = field(default_factory=dict[int, "_Collection"])
 
     async def collect(self, step: int) -> tuple[Group, ...]:
@@ -143,14 +143,14 @@ class TaskRollouts:
 class _Collection:
     """An order under way. What happens before it is shown is shown then."""
 
-    def __init__(self, pool: Pool, order: Order, grpo: GRPOConfig) -> None:
+    def __init__(self, pool: RolloutPool, order: Order, grpo: GRPOConfig) -> None:
         self._order = order
         self._total = len(order.tasks) * order.group_size
         self._finished: list[Rollout] = []
-        self._progress: Progress | None = None
+        self._progress: TrainingProgress | None = None
         self.task = asyncio.create_task(collect_signal(pool, order, grpo, self._finish, self._extend))
 
-    async def shown(self, progress: Progress, title: str) -> tuple[Group, ...]:
+    async def shown(self, progress: TrainingProgress, title: str) -> tuple[Group, ...]:
         progress.begin(title, self._total, self._order.tasks, self._order.group_size)
         for rollout in self._finished:
             progress.finished(rollout)
@@ -222,7 +222,7 @@ class StepRecord:
     """
 
     run: RunDir
-    progress: Progress
+    progress: TrainingProgress
     learner: ServedLearner
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
     """The numbers of a held-out evaluation of this version; none if none is due."""

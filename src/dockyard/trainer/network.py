@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from dockyard.config import TrainerConfig
 from dockyard.engine.weights import other_attention, worth_compiling
 from dockyard.errors import DockyardError
-from dockyard.rl.pack import Example, Row, pack
+from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
 from dockyard.trainer.attention import wide
@@ -36,7 +36,7 @@ _CPU_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class TokenScores:
     """Of each trained token, under the temperature it was sampled with."""
 
     logprobs_N: Tensor
@@ -131,7 +131,7 @@ class Network:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextmanager
-    def trunk(self, token_ids: IntArray, longest_row: int) -> Generator["Trunk | None"]:
+    def trunk(self, token_ids: IntArray, longest_row: int) -> Generator["PrefixPass | None"]:
         """What rows over these tokens see, for as long as this lasts. None if there are none.
 
         It keeps so much for the backward pass that the longest of the rows can keep everything.
@@ -146,9 +146,9 @@ class Network:
                 hidden_PD = self._hidden(padded)[: len(token_ids)]
             finally:
                 self._layers.reserved_tokens = 0
-            yield Trunk(seen, hidden_PD)
+            yield PrefixPass(seen, hidden_PD)
 
-    def scores(self, row: Row, temperature: float, trunk: "Trunk | None" = None) -> Scores:
+    def scores(self, row: PackedRow, temperature: float, trunk: "PrefixPass | None" = None) -> TokenScores:
         """Of a row's trained tokens."""
         device = self.model.device
         hidden_TD = self._hidden(_Padded.of(row, device, trunk and trunk.seen))
@@ -159,7 +159,7 @@ class Network:
         logprobs_N, entropy_N, likeliest_N = _Head.apply(
             hidden_TD[sources_N], self._head.weight, targets_N, temperature, self._compiled
         )
-        return Scores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
+        return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
 
     def reference(self, tree: Tree, temperature: float) -> list[Tensor]:
         """The logprobs of each row's trained tokens under the base model: adapters off, or the copy of it."""
@@ -231,10 +231,10 @@ class Network:
             )
 
 
-class Trunk:
+class PrefixPass:
     """The tokens that rows begin with, as the network left them."""
 
-    def __init__(self, seen: attention.Trunk, hidden_PD: Tensor) -> None:
+    def __init__(self, seen: attention.PrefixKV, hidden_PD: Tensor) -> None:
         self.seen = seen
         self.hidden_PD = hidden_PD.detach().requires_grad_(hidden_PD.requires_grad)
         """For rows, whose gradients stop here."""
@@ -245,11 +245,11 @@ class Trunk:
         return torch.autograd.grad(self._made_PD, trained, asked_PD, materialize_grads=True)
 
 
-def _sequence(token_ids: IntArray) -> Row:
+def _sequence(token_ids: IntArray) -> PackedRow:
     """Nothing of it is trained."""
     num = len(token_ids)
     none, no_numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-    return Row(
+    return PackedRow(
         token_ids=token_ids,
         positions=np.arange(num, dtype=np.int32),
         ends=np.full(num, num, dtype=np.int32),
@@ -271,7 +271,9 @@ class _Padded:
     blocks: Tensor
 
     @classmethod
-    def of(cls, row: Row, device: torch.device, trunk: attention.Trunk | None = None, *, made: bool = False) -> Self:
+    def of(
+        cls, row: PackedRow, device: torch.device, trunk: attention.PrefixKV | None = None, *, made: bool = False
+    ) -> Self:
         num = len(row.token_ids)
         spare = attention.rounded_up(num) - num if device.type == "cuda" else 0
         blocks = attention.blocks_of(row.positions, row.ends)

@@ -17,13 +17,12 @@ from torch import Tensor
 from dockyard.config import GRPOConfig, TrainerConfig
 from dockyard.engine.weights import share_weights
 from dockyard.errors import DockyardError
-from dockyard.rl.examples import examples_of
 from dockyard.rl.loss import Batch, batch_loss, mismatch_kl
-from dockyard.rl.pack import Row
+from dockyard.rl.pack import PackedRow, examples_of
 from dockyard.rl.trees import Tree, plant
 from dockyard.trainer import checkpoint
 from dockyard.trainer.attention import wide
-from dockyard.trainer.network import Network, Trunk
+from dockyard.trainer.network import Network, PrefixPass
 from dockyard.trainer.optimizer import Optimizer
 from dockyard.types import Group
 
@@ -119,7 +118,7 @@ class Policy:
         self._optimizer.add(sums)
         totals.add(**found.sums)
 
-    def _loss(self, row: Row, trunk: Trunk | None, reference_N: Tensor | None, totals: "_Totals") -> Tensor:
+    def _loss(self, row: PackedRow, trunk: PrefixPass | None, reference_N: Tensor | None, totals: "_Totals") -> Tensor:
         scores = self._network.scores(row, self._temperature, trunk)
         batch = self._batch(row, scores.logprobs_N, reference_N)
         loss = batch_loss(batch, self._grpo)
@@ -145,7 +144,7 @@ class Policy:
             return self._network.reference(tree, self._temperature)
         return [None] * len(tree.rows)
 
-    def _batch(self, row: Row, logprobs_N: Tensor, reference_N: Tensor | None) -> Batch:
+    def _batch(self, row: PackedRow, logprobs_N: Tensor, reference_N: Tensor | None) -> Batch:
         """A row's trained tokens under the weights that the loss compares."""
         device = self.model.device
         present_N = logprobs_N.detach()
@@ -162,7 +161,7 @@ class Policy:
             segments_N=torch.from_numpy(row.segments).long().to(device),
         )
 
-    def logprobs(self, row: Row) -> Tensor:
+    def logprobs(self, row: PackedRow) -> Tensor:
         """Of a row's trained tokens, under the temperature they were sampled with."""
         return self._network.scores(row, self._temperature).logprobs_N
 

@@ -6,18 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dockyard.config import GRPOConfig
-from dockyard.convert.conversation import without_malformed
-from dockyard.convert.exchanges import conversations_of
+from dockyard.convert.conversation import conversations_of, without_malformed
 from dockyard.convert.rollouts import read_groups
-from dockyard.convert.text import segments_of
+from dockyard.convert.tokenize import segments_of
 from dockyard.errors import DockyardError
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
 from dockyard.rl.advantage import has_signal
-from dockyard.run_dir import RunDir, step_phase
+from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.tasks.order import due
+from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import Rollouts
-from dockyard.trainer.progress import Progress
 from dockyard.types import Group, Rollout, Segment
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class RecordedRollouts:
 
     groups: Sequence[Group]
     run: RunDir
-    progress: Progress
+    progress: TrainingProgress
 
     async def collect(self, step: int) -> tuple[Group, ...]:
         config = self.run.config

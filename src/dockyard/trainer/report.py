@@ -5,11 +5,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dockyard.collect.evaluation import aligned
+from dockyard.collect.evaluate import aligned
 from dockyard.collect.passk import score_rollouts
+from dockyard.rl.statistics import gateway_line, gateway_metrics
 from dockyard.rollout.pool import failure_counts
-from dockyard.rollout.statistics import gateway_line, gateway_metrics
-from dockyard.run_dir import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase
 from dockyard.types import Rollout
 
 _BARS = " ▁▂▃▄▅▆▇█"

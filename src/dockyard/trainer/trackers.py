@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dockyard.config import RunConfig, TrackerConfig
 from dockyard.errors import UsageError
-from dockyard.run_dir import RunDir
+from dockyard.run_dir.run import RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dockyard.backends.modal.app import MOUNT, VOLUME, serve_policy, train_there
 from dockyard.backends.modal.learner import open_relayed
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir import RunDir
-from dockyard.trainer import run_training
+from dockyard.run_dir.run import RunDir
+from dockyard.trainer.run import run_training
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from itertools import groupby
 from pathlib import Path
 
 from dockyard.config import RunConfig
-from dockyard.engine.relay import Call, Find, Json, Relay, RelayEngine
-from dockyard.run_dir import RecordedRollout, RunDir, step_phase
+from dockyard.engine.relay import Find, Relay, RelayCall, RelayEngine
 from dockyard.run_dir.records import from_line, to_line
+from dockyard.run_dir.run import RecordedRollout, RunDir, step_phase
 from dockyard.trainer.loop import is_saved
-from dockyard.types import Group, Rollout
+from dockyard.types import Group, Json, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class RelayedLearner:
         self._run.keep_adapters(self._version)
         self._run.publish_adapter(self._version, copy)
 
-    async def _bring_up(self, call: Call) -> None:
+    async def _bring_up(self, call: RelayCall) -> None:
         checkpoint = self._run.latest_checkpoint()
         if checkpoint:
             await _send_folder(call, checkpoint.path)
@@ -117,7 +117,7 @@ def _seen_from_there(config: RunConfig, model: str) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
-async def _send_folder(call: Call, folder: Path) -> None:
+async def _send_folder(call: RelayCall, folder: Path) -> None:
     for name, offset, data in _parts(folder):
         await call("write", {"name": name, "offset": offset, "data": b64encode(data).decode()})
 

@@ -15,14 +15,15 @@ from tempfile import TemporaryDirectory
 
 from dockyard.backends.modal.learner import CHUNK, read_groups
 from dockyard.config import RunConfig
-from dockyard.engine import Engine
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.relay import Json, read_request, write_generation
+from dockyard.engine.protocol import Engine
+from dockyard.engine.relay import read_request, write_generation
 from dockyard.engine.relay_server import Handler, RelayServer
 from dockyard.errors import DockyardError
-from dockyard.run_dir import RunDir
-from dockyard.trainer.embedded import Served, open_learner
+from dockyard.run_dir.run import RunDir
+from dockyard.trainer.learner import Served, open_learner
 from dockyard.trainer.loop import PublishedPolicy
+from dockyard.types import Json
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from dockyard.engine.remote import adapter_rank
+from dockyard.engine.remote_engine import adapter_rank
 from dockyard.engine.vllm import VLLMWire
 from dockyard.errors import DockyardError
 

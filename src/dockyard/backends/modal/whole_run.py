@@ -1,19 +1,59 @@
-"""A whole run on a machine that may be taken away: `dockyard train` in a folder that lasts, resumed if it is there."""
+"""A whole run on a machine that may be preempted: `dockyard train` in a persistent folder, resumed if it exists.
+
+A TCP proxy leads from the public port of a Modal tunnel to a loopback port.
+"""
 
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from dockyard.backends.modal.passage import passage
 from dockyard.errors import DockyardError
-from dockyard.rollout.agents import runs_inside
+from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.environments import LOCAL
-from dockyard.run_dir import read_purpose, resumed_config, settings_file
-from dockyard.settings import load_run_config
+from dockyard.run_dir.run import read_purpose, resumed_config, settings_file
+from dockyard.settings.load import load_run_config
+
+_AT_ONCE = 2**16
+
+
+@contextmanager
+def passage(target: int) -> Generator[int]:
+    """The open port; what comes there goes to `target`."""
+
+    class Carry(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", target)) as inside:
+                back = threading.Thread(target=_copy, args=(inside, self.request), daemon=True)
+                back.start()
+                _copy(self.request, inside)
+                back.join()
+
+    with _Server(("0.0.0.0", 0), Carry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(_AT_ONCE):
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
 
 _DOCKYARD = (sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())")
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dockyard.backends.launch import Launch
-from dockyard.backends.prime_rl.programs import environment_of
+from dockyard.backends.launch import BackendLaunch
+from dockyard.backends.prime_rl.launch import environment_of
 from dockyard.backends.prime_rl.toml import PLUGIN, Table
 from dockyard.backends.prime_rl.translate import translate
 from dockyard.errors import UsageError
 from dockyard.run_dir.durable import disk_errors
-from dockyard.settings import read_toml
+from dockyard.settings.load import read_toml
 from dockyard.settings.text import toml_document
-from dockyard.tasks import load_tasks
+from dockyard.tasks.sources import load_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class OwnFile:
             with disk_errors(self.file):
                 self.file.write_text(self.text)
 
-    def launch(self, rl: Path | None, words: Sequence[str]) -> Launch:
+    def launch(self, rl: Path | None, words: Sequence[str]) -> BackendLaunch:
         """`words` are options of Prime-RL's own."""
         command = (str(rl or "rl"), "@", str(self.file), *words)
-        return Launch(command=command, environment=environment_of(rl), notes=self.notes)
+        return BackendLaunch(command=command, environment=environment_of(rl), notes=self.notes)
 
 
 def read_own_file(file: Path) -> OwnFile:

@@ -5,7 +5,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from dockyard.backends.prime_rl.fates import setting_of
+from dockyard.backends.prime_rl.setting_support import setting_of
 from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import UsageError
 

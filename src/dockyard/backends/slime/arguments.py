@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard.backends.slime.fates import setting_of
-from dockyard.backends.slime.layout import Layout
-from dockyard.backends.slime.models import Arguments
+from dockyard.backends.slime.layout import Layout, MegatronArguments
+from dockyard.backends.slime.setting_support import setting_of
 from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import UsageError
 
@@ -40,7 +39,7 @@ class Places:
         return str(self.folder / "samples" / "{rollout_id}.pt")
 
 
-def arguments(config: RunConfig, layout: Layout, places: Places) -> Arguments:
+def arguments(config: RunConfig, layout: Layout, places: Places) -> MegatronArguments:
     """All but the model's shape. No group repeats an option of another."""
     recorded = config.tasks.source == "recorded"
     groups = (
@@ -55,15 +54,15 @@ def arguments(config: RunConfig, layout: Layout, places: Places) -> Arguments:
         _lora(config, layout) if config.slime.flavour == "miles" else {},
         _memory(config),
     )
-    ours: Arguments = {}
+    ours: MegatronArguments = {}
     for group in groups:
         assert not ours.keys() & group.keys()
         ours |= group
     return ours
 
 
-def _gpus(layout: Layout) -> Arguments:
-    apart: Arguments = {"--colocate": None} if layout.colocated else {"--rollout-num-gpus": str(layout.engines)}
+def _gpus(layout: Layout) -> MegatronArguments:
+    apart: MegatronArguments = {"--colocate": None} if layout.colocated else {"--rollout-num-gpus": str(layout.engines)}
     return {
         "--actor-num-nodes": str(layout.train_nodes),
         "--actor-num-gpus-per-node": str(layout.train // layout.train_nodes),
@@ -79,7 +78,7 @@ def _gpus(layout: Layout) -> Arguments:
     }
 
 
-def _checkpoints(config: RunConfig, places: Places) -> Arguments:
+def _checkpoints(config: RunConfig, places: Places) -> MegatronArguments:
     """A run that has no checkpoint yet begins with the reference's weights."""
     return {
         "--hf-checkpoint": MODEL,
@@ -92,10 +91,10 @@ def _checkpoints(config: RunConfig, places: Places) -> Arguments:
     }
 
 
-def _hooks(config: RunConfig, places: Places) -> Arguments:
+def _hooks(config: RunConfig, places: Places) -> MegatronArguments:
     """Dynamic sampling is SLiME's own loop, which calls us for each rollout; else we make a step's rollouts at once."""
     mode = "generate_rollout_async" if config.rollout.max_staleness else "generate_rollout"
-    dynamic: Arguments = {
+    dynamic: MegatronArguments = {
         "--custom-generate-function-path": f"{_HOOKS}.generate",
         "--dynamic-sampling-filter-path": f"{_HOOKS}.keep_informative",
         "--rollout-sample-filter-path": f"{_HOOKS}.even_out",
@@ -103,7 +102,7 @@ def _hooks(config: RunConfig, places: Places) -> Arguments:
     }
     return {
         "--custom-config-path": str(places.folder / "dockyard.yaml"),
-        "--data-source-path": f"{_HOOKS}.TaskSource",
+        "--data-source-path": f"{_HOOKS}.SlimeDataSource",
         **(dynamic if config.slime.dynamic_sampling else {"--rollout-function-path": f"{_HOOKS}.{mode}"}),
         "--eval-function-path": f"{_HOOKS}.generate_rollout",
         "--custom-reward-post-process-path": f"{_HOOKS}.reward_post_process",
@@ -111,7 +110,7 @@ def _hooks(config: RunConfig, places: Places) -> Arguments:
     }
 
 
-def _batches(config: RunConfig) -> Arguments:
+def _batches(config: RunConfig) -> MegatronArguments:
     return {
         "--num-rollout": str(config.steps),
         "--rollout-batch-size": str(config.grpo.tasks_per_step),
@@ -123,7 +122,7 @@ def _batches(config: RunConfig) -> Arguments:
     }
 
 
-def _engines(config: RunConfig) -> Arguments:
+def _engines(config: RunConfig) -> MegatronArguments:
     """Sampling stays undistorted: the loss takes probabilities under the temperature alone."""
     context = str(config.engine.context_length)
     router = "--sglang-router-policy" if config.slime.flavour == "miles" else "--router-policy"
@@ -143,7 +142,7 @@ def is_evaluated(config: RunConfig) -> bool:
     return config.tasks.source != "recorded" and config.tasks.holds_out
 
 
-def _evaluation(config: RunConfig, places: Places) -> Arguments:
+def _evaluation(config: RunConfig, places: Places) -> MegatronArguments:
     """Before the first step and after the last, as `dockyard train` has it."""
     return {
         "--eval-interval": str(config.eval.every or max(config.steps, 1)),
@@ -153,13 +152,13 @@ def _evaluation(config: RunConfig, places: Places) -> Arguments:
     }
 
 
-def _loss(config: RunConfig) -> Arguments:
+def _loss(config: RunConfig) -> MegatronArguments:
     """The KL term is in the loss: under GRPO SLiME reads `--kl-coef` for its shape only.
 
     Without recorded probabilities, which files may lack, the ratio is 1: each step is made of one batch.
     """
-    recorded: Arguments = {"--use-rollout-logprobs": None}
-    kl: Arguments = {
+    recorded: MegatronArguments = {"--use-rollout-logprobs": None}
+    kl: MegatronArguments = {
         "--use-kl-loss": None,
         "--kl-loss-coef": str(config.grpo.kl_coef),
         "--kl-loss-type": config.grpo.kl_type,
@@ -174,13 +173,13 @@ def _loss(config: RunConfig) -> Arguments:
     }
 
 
-def _optimizer(trainer: TrainerConfig, layout: Layout) -> Arguments:
+def _optimizer(trainer: TrainerConfig, layout: Layout) -> MegatronArguments:
     """Megatron's warm-up begins at its initial rate; ours at the first step of the rise."""
-    rise: Arguments = {
+    rise: MegatronArguments = {
         "--lr-warmup-iters": str(trainer.warmup_steps),
         "--lr-warmup-init": str(trainer.lr / (trainer.warmup_steps + 1)),
     }
-    offload: Arguments = {
+    offload: MegatronArguments = {
         "--optimizer-cpu-offload": None,
         "--overlap-cpu-optimizer-d2h-h2d": None,
         "--use-precision-aware-optimizer": None,
@@ -200,7 +199,7 @@ def _optimizer(trainer: TrainerConfig, layout: Layout) -> Arguments:
     }
 
 
-def _lora(config: RunConfig, layout: Layout) -> Arguments:
+def _lora(config: RunConfig, layout: Layout) -> MegatronArguments:
     return {
         "--lora-rank": str(config.trainer.lora_r),
         "--lora-alpha": str(config.trainer.lora_alpha),
@@ -212,7 +211,7 @@ def _lora(config: RunConfig, layout: Layout) -> Arguments:
     }
 
 
-def _memory(config: RunConfig) -> Arguments:
+def _memory(config: RunConfig) -> MegatronArguments:
     return {
         "--use-dynamic-batch-size": None,
         "--max-tokens-per-gpu": str(config.trainer.micro_batch_tokens),
@@ -228,7 +227,7 @@ def _memory(config: RunConfig) -> Arguments:
     }
 
 
-def check_more(more: tuple[str, ...], ours: Arguments) -> None:
+def check_more(more: tuple[str, ...], ours: MegatronArguments) -> None:
     """Arguments by hand must not change what the run file says, nor do nothing."""
     for option in (word.partition("=")[0] for word in more if word.startswith("--")):
         setting = setting_of(option)

@@ -21,7 +21,7 @@ class SlimeSample(Protocol):
     metadata: dict[str, Any]
 
 
-type Entry = SlimeSample | list[SlimeSample]
+type SampleEntry = SlimeSample | list[SlimeSample]
 """A rollout in a batch of SLiME's: its one sample, or the list of them."""
 
 
@@ -30,7 +30,7 @@ def new_sample(row: Mapping[str, Any]) -> SlimeSample:
     return _module("utils.types").Sample.from_dict(dict(row))
 
 
-def train_output(samples: Sequence[Sequence[Entry]], metrics: Mapping[str, float]) -> Any:
+def train_output(samples: Sequence[Sequence[SampleEntry]], metrics: Mapping[str, float]) -> Any:
     """What a rollout function returns for training."""
     return _module("rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=dict(metrics))
 

@@ -1,8 +1,8 @@
-"""What SLiME calls, by dotted path. Miles, its fork, takes the same functions.
+"""The functions that SLiME calls, by dotted path. Miles, its fork, takes the same functions.
 
     --rollout-function-path            generate_rollout, or generate_rollout_async for `train_async.py`
     --custom-reward-post-process-path  reward_post_process, always
-    --data-source-path                 TaskSource, always
+    --data-source-path                 SlimeDataSource, always
 
 SLiME's own loop, which can draw more groups than it needs, runs one rollout at a time instead:
 
@@ -10,33 +10,78 @@ SLiME's own loop, which can draw more groups than it needs, runs one rollout at 
     --rollout-sample-filter-path       even_out, always with it
     --dynamic-sampling-filter-path     keep_informative, if wanted
     --eval-function-path               generate_rollout
+
+Advantages are computed here: SLiME by itself groups by position, counts segments as rollouts, and counts a lost rollout
+as a reward of 0.
 """
 
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dockyard.backends.slime.classes import (
-    Entry,
+    SampleEntry,
     SlimeSample,
     eval_output,
     filter_output,
     is_batch_full,
     train_output,
 )
-from dockyard.backends.slime.crew import Crew
-from dockyard.backends.slime.post import Post, check_agreement, run_config
-from dockyard.backends.slime.rewards import rollout_of, scored_groups
 from dockyard.backends.slime.samples import even, flat, rollout_samples, step_samples
-from dockyard.backends.slime.task_source import TaskSource
-from dockyard.convert.samples import SampleNumbers, Status
+from dockyard.backends.slime.task_source import SlimeDataSource
+from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agreement, run_config
+from dockyard.convert.samples import SampleNumbers, SampleStatus
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rollout.statistics import rollout_metrics
+from dockyard.rl.advantage import group_advantages
+from dockyard.rl.statistics import rollout_metrics
 from dockyard.types import Group, Rollout
 
+
+@dataclass(slots=True)
+class ScoredSample:
+    """A group's rollouts that have a reward."""
+
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    """By rollout."""
+
+    @property
+    def comparable(self) -> bool:
+        return len(self.rewards) > 1
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.rewards.values())) > 1
+
+    def advantages(self) -> dict[int, float]:
+        """By rollout."""
+        return dict(zip(self.rewards, group_advantages([*self.rewards.values()]), strict=True))
+
+
+def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredSample]:
+    """By group. Samples that are to be left out are of lost rollouts."""
+    groups: dict[int | None, ScoredSample] = {}
+    for place, sample in enumerate(samples):
+        group = groups.setdefault(sample.group_index, ScoredSample())
+        if sample.remove_sample or sample.reward is None:
+            continue
+        reward, rollout = float(sample.reward), rollout_of(sample, place)
+        if group.rewards.setdefault(rollout, reward) != reward:
+            raise DockyardError(
+                f"the samples of rollout {rollout} have the rewards {group.rewards[rollout]} and {reward}",
+                hint="all samples of a rollout carry its reward; does a hook of yours change them?",
+            )
+    return groups
+
+
+def rollout_of(sample: SlimeSample, place: int) -> int:
+    """Whose sample it is; one that does not say is a rollout of its own, which gets a number that no other has."""
+    return -1 - place if sample.rollout_id is None else sample.rollout_id
+
+
 __all__ = [
-    "TaskSource",
+    "SlimeDataSource",
     "even_out",
     "generate",
     "generate_rollout",
@@ -46,17 +91,17 @@ __all__ = [
 ]
 
 _WATCH_S = 1.0
-_crews: dict[Post, Crew] = {}
+_crews: dict[WorkerKey, RolloutWorker] = {}
 _opening = threading.Lock()
 
 
-def crew_of(args: Any) -> Crew:
+def crew_of(args: Any) -> RolloutWorker:
     """Those who make rollouts in this process, from the first call on."""
-    post = Post.of(args)
+    post = WorkerKey.of(args)
     with _opening:
         if post not in _crews:
             check_agreement(args, run_config(args))
-            _crews[post] = Crew(post)
+            _crews[post] = RolloutWorker(post)
         return _crews[post]
 
 
@@ -96,7 +141,7 @@ def _evaluate(args: Any, rollout_id: int) -> Any:
     samples = [rollout_samples(rollout, rollout.task, numbers, crew.config, crew.renderer)[-1] for rollout in rollouts]
     data = {
         "rewards": [sample.reward for sample in samples],
-        "truncated": [sample.status.value == Status.TRUNCATED for sample in samples],
+        "truncated": [sample.status.value == SampleStatus.TRUNCATED for sample in samples],
         "samples": samples,
     }
     return eval_output({"heldout": data}, {f"eval/{name}": value for name, value in rollout_metrics(rollouts).items()})
@@ -106,7 +151,9 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any], evaluation: bool = False) -> Entry:
+async def generate(
+    args: Any, sample: SlimeSample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> SampleEntry:
     """One rollout for SLiME's own loop: its sample, or all of them where the agent rewrote its history.
 
     How it is sampled is the run's business: `sampling_params` say the same.
@@ -116,7 +163,7 @@ async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, An
     task, attempt = str(sample.metadata.get("task", "")), int(sample.metadata.get("attempt", 0))
     rollout = await _while_wanted(args, crew.attempt(task, group, attempt, evaluation=evaluation))
     if rollout is None:
-        sample.status = type(sample.status)(Status.ABORTED)
+        sample.status = type(sample.status)(SampleStatus.ABORTED)
         return sample
     numbers = SampleNumbers(first_group=group, first_rollout=index)
     samples = rollout_samples(rollout, task, numbers, crew.config, crew.renderer)
@@ -136,7 +183,7 @@ async def _while_wanted(args: Any, rollout: Coroutine[Any, Any, Rollout]) -> Rol
         working.cancel()
 
 
-def even_out(args: Any, groups: list[list[Entry]]) -> None:
+def even_out(args: Any, groups: list[list[SampleEntry]]) -> None:
     """Make a batch of `generate`'s one that SLiME can unpack, and stop where too much of it was lost."""
     groups[:] = even(groups)
     samples = [sample for group in groups for sample in flat(group)]
@@ -149,7 +196,7 @@ def even_out(args: Any, groups: list[list[Entry]]) -> None:
         raise DockyardError(f"{num_lost} of {len(rollouts)} rollouts were lost to infrastructure", hint=hint)
 
 
-def keep_informative(args: Any, samples: list[Entry], **kwargs: Any) -> Any:
+def keep_informative(args: Any, samples: list[SampleEntry], **kwargs: Any) -> Any:
     """Prefer groups in which rollouts did not do equally well, as long as there are others to take instead."""
     [group] = scored_groups(flat(samples)).values()
     reward = next(iter(group.rewards.values()), None)

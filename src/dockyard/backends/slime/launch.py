@@ -1,22 +1,121 @@
-"""Hands a run to SLiME: the model's shape, the GPUs, the arguments and the script become one `Launch`."""
+"""Hand a run to SLiME: the model's shape, the GPUs, the arguments and the script become one `BackendLaunch`.
 
+It reports what this machine lacks, with the command that helps, and how the run differs from `dockyard train`.
+"""
+
+import json
+import os
+import subprocess
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from dockyard.backends.launch import Fate, Launch
-from dockyard.backends.slime.arguments import Places, arguments, check_more
-from dockyard.backends.slime.fates import fate
-from dockyard.backends.slime.layout import lay_out
-from dockyard.backends.slime.machine import check_machine, checkout_of
-from dockyard.backends.slime.models import read_shape, shape_arguments, usual_split
-from dockyard.backends.slime.notes import notes
+from dockyard.backends.launch import BackendLaunch, Support
+from dockyard.backends.slime.arguments import Places, arguments, check_more, is_evaluated
+from dockyard.backends.slime.layout import Layout, ParallelSplit, lay_out, read_shape, shape_arguments, usual_split
 from dockyard.backends.slime.script import HELD, Script, custom_config
+from dockyard.backends.slime.setting_support import fate
 from dockyard.cache import cache_dir
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import known_as
-from dockyard.errors import UsageError
-from dockyard.run_dir import backend_dir, task_list_file
+from dockyard.errors import DockyardError, UsageError
+from dockyard.run_dir.run import backend_dir, task_list_file
+
+_CLONE = {"slime": "https://github.com/THUDM/slime", "miles": "https://github.com/radixark/miles"}
+_PROBE = """
+import importlib.util, json
+wanted = ["torch", "ray", "sglang", "megatron", "dockyard"]
+missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+gpus = 0 if "torch" in missing else __import__("torch").cuda.device_count()
+print(json.dumps({"missing": missing, "gpus": gpus}))
+"""
+
+
+def check_machine(config: RunConfig) -> None:
+    """Without enough GPUs SLiME would wait for them, for ever."""
+    checkout = checkout_of(config)
+    _check_folders(config, checkout)
+    found = _probe(config, checkout)
+    if found["missing"]:
+        names = ", ".join(f"`{name}`" for name in found["missing"])
+        hint = "start in SLiME's image (`slimerl/slime:latest`) with `pip install dockyard`, or name a `--slime.python`"
+        raise DockyardError(f"`{config.slime.python}` has no {names}", hint=hint)
+    needed, there = config.slime.num_gpus, found["gpus"]
+    if needed > config.slime.gpus_per_node:
+        if not os.environ.get("RAY_ADDRESS"):
+            hint = "`ray start` on each machine, then `export RAY_ADDRESS=HEAD:6379`"
+            raise DockyardError(f"{needed} GPUs are on several machines, and RAY_ADDRESS is not set", hint=hint)
+    elif there < needed:
+        hint = f"`--slime.num_gpus {there}`" if there else "`--write` writes the files for elsewhere"
+        raise DockyardError(f"`slime.num_gpus` is {needed}, and this machine has {there} GPUs", hint=hint)
+
+
+def checkout_of(config: RunConfig) -> Path:
+    """SLiME's checkout, which has no default."""
+    if config.slime.checkout is None:
+        hint = f"`git clone {_CLONE[config.slime.flavour]}`, then `--slime.checkout DIR`"
+        raise UsageError("`slime.checkout` is not set", hint=hint)
+    return config.slime.checkout.absolute()
+
+
+def _check_folders(config: RunConfig, checkout: Path) -> None:
+    slime = config.slime
+    for option, folder, inside in (
+        ("checkout", checkout, f"{slime.flavour}/utils/arguments.py"),
+        ("checkout", checkout, "train.py"),
+        ("megatron", slime.megatron, "megatron"),
+    ):
+        if not (folder / inside).exists():
+            clone = _CLONE[slime.flavour] if option == "checkout" else "https://github.com/NVIDIA/Megatron-LM"
+            hint = f"`git clone {clone}`, then `--slime.{option} DIR`"
+            raise DockyardError(f"`slime.{option}` is `{folder}`, where there is no `{inside}`", hint=hint)
+
+
+def _probe(config: RunConfig, checkout: Path) -> dict[str, Any]:
+    """What the Python that runs SLiME has."""
+    slime = config.slime
+    paths = (str(checkout), str(slime.megatron.absolute()), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": ":".join(path for path in paths if path)}
+    try:
+        done = subprocess.run(
+            [slime.python, "-c", _PROBE], capture_output=True, text=True, env=environment, timeout=300
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired) as error:
+        message = f"`slime.python` is `{slime.python}`, which does not run: {error}"
+        raise DockyardError(message, hint="name the Python of SLiME's environment") from None
+
+
+def notes(config: RunConfig, layout: Layout, split: ParallelSplit) -> list[str]:
+    """A line each."""
+    grpo, what = config.grpo, "LoRA adapters" if config.slime.flavour == "miles" else "all weights"
+    lines = [
+        f"{config.slime.flavour} trains {what} of {config.model.name} ({split.num_params_b:.1f} billion) on "
+        f"{config.slime.num_gpus} GPUs: {layout}",
+        f"each step: {grpo.tasks_per_step} tasks × {grpo.group_size} rollouts, one update; contexts up to "
+        f"{config.engine.context_length} tokens, those above {config.trainer.micro_batch_tokens * layout.context} "
+        "in a pass of their own",
+        f"KL penalty {grpo.kl_coef:g} (low_var_kl, in the loss) against the base model"
+        if grpo.kl_coef
+        else "no KL penalty",
+        "recorded probabilities are not used: a file may have none, so the ratio is 1 and clipping never acts"
+        if config.tasks.source == "recorded"
+        else "clipping acts on the ratio to the probabilities recorded while sampling",
+        "lost rollouts scale a step's gradient by the share that was compared",
+    ]
+    if config.tasks.passes and config.slime.dynamic_sampling:
+        lines.append("SLiME's own loop knows no end of a pass: the steps are counted, the last may begin another pass")
+    if layout.offload:
+        lines.append("the optimiser's state is kept in the host's memory: it does not fit the GPUs")
+    if config.trainer.warmup_steps and config.trainer.schedule == "linear":
+        lines.append("the learning rate falls from the end of the warm-up on, not from the first step")
+    if is_evaluated(config) and config.rollout.max_staleness:
+        lines.append(
+            "held-out tasks are attempted after the last step only: asynchronous training has no evaluation before"
+        )
+    return lines
+
 
 _SCRIPT, _CUSTOM = "train.sh", "dockyard.yaml"
 _PLACE = "{rollout_id}"
@@ -29,13 +128,13 @@ class _Slime:
 
     name = "slime"
 
-    def fate(self, key: str, config: RunConfig) -> Fate:
+    def fate(self, key: str, config: RunConfig) -> Support:
         return fate(key, config)
 
     def check(self, config: RunConfig) -> None:
         check_machine(config)
 
-    def plan(self, config: RunConfig, folder: Path) -> Launch:
+    def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
         slime = config.slime
         _refuse_together(config)
         config = _with_recorded(config)
@@ -60,7 +159,7 @@ class _Slime:
             is_async=config.rollout.max_staleness > 0,
             num_nodes=layout.nodes,
         )
-        return Launch(
+        return BackendLaunch(
             command=("bash", str(backend / _SCRIPT)),
             files={_SCRIPT: script.text(), _CUSTOM: custom_config(folder)},
             environment={HELD: "1"},

@@ -1,10 +1,185 @@
-"""Which GPUs train, which sample, and how the model is split over them."""
+"""Which GPUs train, which sample, and how a model is split across them.
 
+Megatron gets a model's shape by arguments, which SLiME compares with the model's `config.json`. They are derived from
+that file if it is on this machine, else from a table of known models.
+"""
+
+import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from dockyard.backends.slime.models import Split
+from huggingface_hub import try_to_load_from_cache
+
 from dockyard.config import RunConfig
+from dockyard.engine.model_dir import known_as
 from dockyard.errors import UsageError
+
+type MegatronArguments = dict[str, str | tuple[str, ...] | None]
+"""Option -> its value or values, None for one that takes none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSplit:
+    """Over how many GPUs a model is split where the run does not say."""
+
+    tensor: int
+    expert: int
+    engine: int
+    num_params_b: float
+    """In billions."""
+
+
+def _dense(kind: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }
+
+
+_CODER_MOE = _dense("qwen3_moe", 48, 2048, 5472, 32, 4, 151936) | {
+    "head_dim": 128,
+    "rope_theta": 10000000,
+    "max_position_embeddings": 262144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-8B": _dense("qwen3", 36, 4096, 12288, 32, 8, 151936)
+    | {"head_dim": 128, "max_position_embeddings": 40960},
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": _CODER_MOE,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": _dense("qwen2", 28, 3584, 18944, 28, 4, 152064),
+    "Qwen/Qwen2.5-Coder-32B-Instruct": _dense("qwen2", 64, 5120, 27648, 40, 8, 152064),
+}
+"""What the Hub's `config.json` of each says."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_DENSE = tuple(key for key in MODELS["Qwen/Qwen2.5-Coder-7B-Instruct"] if key != "tie_word_embeddings")
+_NEEDED = {
+    "qwen2": _DENSE,
+    "qwen3": (*_DENSE, "head_dim"),
+    "qwen3_moe": tuple(key for key in _CODER_MOE if key != "tie_word_embeddings"),
+}
+"""By type, what the arguments are made of."""
+_USUAL: dict[str, tuple[object, ...]] = {
+    "rope_type": ("default",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+}
+"""What the arguments take for granted."""
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """A model's `config.json`, or what is known of it."""
+    file = Path(name).expanduser() / "config.json"
+    cached = try_to_load_from_cache(known_as(name), "config.json") if _HUB_NAME.fullmatch(name) else None
+    if file.is_file() or isinstance(cached, str):
+        return _checked(file if file.is_file() else Path(str(cached)))
+    known = MODELS.get(known_as(name))
+    if known is None:
+        hint = f"name a model folder, or one of {', '.join(f'`{model}`' for model in MODELS)}"
+        raise UsageError(f"`model.name` is `{name}`, whose shape is not known here", hint=hint)
+    return known
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """Megatron has a model's shape from us alone: what the arguments do not say would be trained otherwise."""
+    try:
+        shape: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"`{file}` is not JSON: {error}", hint="fetch the model again") from None
+    kind = shape.get("model_type")
+    if kind not in _NEEDED:
+        hint = "the models are of the types qwen2, qwen3 and qwen3_moe"
+        raise UsageError(f"`model.name` is of the type `{kind}`, which is not wired for SLiME", hint=hint)
+    rope: dict[str, Any] = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    shape["rope_theta"] = rope.get("rope_theta") or shape.get("rope_theta")
+    shape["rope_type"] = rope.get("rope_type") or rope.get("type")
+    for key in _NEEDED[kind]:
+        if shape.get(key) is None:
+            raise UsageError(f"`{file}` has no `{key}`", hint="it is not the `config.json` of a whole model")
+    for key, usual in _USUAL.items():
+        if shape.get(key) not in (None, *usual):
+            hint = f"SLiME trains models whose `{key}` is {usual[0]!r}"
+            raise UsageError(f"`{file}` has `{key}` {shape[key]!r}, which is not wired for SLiME", hint=hint)
+    return shape
+
+
+def shape_arguments(shape: dict[str, Any]) -> MegatronArguments:
+    """The model's shape, as Megatron takes it."""
+    kind = shape["model_type"]
+    return {
+        "--num-layers": str(shape["num_hidden_layers"]),
+        "--hidden-size": str(shape["hidden_size"]),
+        "--ffn-hidden-size": str(shape["intermediate_size"]),
+        "--num-attention-heads": str(shape["num_attention_heads"]),
+        "--group-query-attention": None,
+        "--num-query-groups": str(shape["num_key_value_heads"]),
+        **({"--kv-channels": str(shape["head_dim"])} if shape.get("head_dim") else {}),
+        "--swiglu": None,
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": str(shape["rms_norm_eps"]),
+        "--use-rotary-position-embeddings": None,
+        "--rotary-base": f"{shape['rope_theta']:.0f}",
+        "--vocab-size": str(shape["vocab_size"]),
+        "--disable-bias-linear": None,
+        **({"--add-qkv-bias": None} if kind == "qwen2" else {"--qk-layernorm": None}),
+        **({} if shape.get("tie_word_embeddings") else {"--untie-embeddings-and-output-weights": None}),
+        **(_expert_arguments(shape) if kind == "qwen3_moe" else {}),
+    }
+
+
+def _expert_arguments(shape: dict[str, Any]) -> MegatronArguments:
+    return {
+        "--num-experts": str(shape["num_experts"]),
+        "--moe-router-topk": str(shape["num_experts_per_tok"]),
+        "--moe-ffn-hidden-size": str(shape["moe_intermediate_size"]),
+        "--moe-layer-freq": f"[{','.join(['1'] * shape['num_hidden_layers'])}]",
+        "--moe-router-score-function": "softmax",
+        "--moe-router-dtype": "fp32",
+        "--moe-token-dispatcher-type": "alltoall",
+        "--moe-token-drop-policy": "probs",
+        "--moe-aux-loss-coeff": "0",
+        "--moe-grouped-gemm": None,
+        "--moe-permute-fusion": None,
+    }
+
+
+def usual_split(shape: dict[str, Any]) -> ParallelSplit:
+    """By size: what fits GPUs of 80 GB, as SLiME's own recipes have it."""
+    num_params_b = count_params(shape) / 1e9
+    if shape.get("num_experts"):
+        return ParallelSplit(tensor=4, expert=8, engine=8, num_params_b=num_params_b)
+    if num_params_b > 16:
+        return ParallelSplit(tensor=8, expert=1, engine=8, num_params_b=num_params_b)
+    return ParallelSplit(tensor=2, expert=1, engine=1, num_params_b=num_params_b)
+
+
+def count_params(shape: dict[str, Any]) -> int:
+    """Weights of the matrices, which are nearly all."""
+    hidden = int(shape["hidden_size"])
+    head = int(shape.get("head_dim") or hidden // shape["num_attention_heads"])
+    attention = 2 * hidden * head * (int(shape["num_attention_heads"]) + int(shape["num_key_value_heads"]))
+    experts = int(shape.get("num_experts") or 0)
+    ffn = 3 * hidden * (experts * int(shape["moe_intermediate_size"]) if experts else int(shape["intermediate_size"]))
+    embeddings = int(shape["vocab_size"]) * hidden * (1 if shape.get("tie_word_embeddings") else 2)
+    return int(shape["num_hidden_layers"]) * (attention + ffn) + embeddings
+
 
 _OPTIMIZER_BYTES = 16
 """Per weight: gradient, master copy and both moments in float32. Megatron spreads them over all training GPUs."""
@@ -53,7 +228,7 @@ class Layout:
         )
 
 
-def lay_out(config: RunConfig, split: Split) -> Layout:
+def lay_out(config: RunConfig, split: ParallelSplit) -> Layout:
     """As the run says, else as suits the model. What cannot be split so is an error."""
     slime = config.slime
     apart = slime.rollout_gpus or (max(slime.num_gpus // 2, 1) if config.rollout.max_staleness else 0)

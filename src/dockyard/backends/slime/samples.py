@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from dockyard.backends.slime.classes import Entry, SlimeSample, new_sample
+from dockyard.backends.slime.classes import SampleEntry, SlimeSample, new_sample
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
 from dockyard.convert.samples import SampleNumbers, samples_of
 from dockyard.convert.slime_pt import slime_rows
-from dockyard.gateway.render import Renderer
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Group, Rollout
 
 
@@ -49,7 +49,7 @@ def _absent(size: int) -> Group:
     return Group(task="", rollouts=tuple(rollouts))
 
 
-def even(groups: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
+def even(groups: Sequence[Sequence[SampleEntry]]) -> list[list[SampleEntry]]:
     """Either all rollouts are lists, or none is: SLiME looks at the first alone to see how deep to unpack."""
     nested = [[entry if isinstance(entry, list) else [entry] for entry in group] for group in groups]
     if all(len(samples) == 1 for group in nested for samples in group):
@@ -57,6 +57,6 @@ def even(groups: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
     return [[*group] for group in nested]
 
 
-def flat(entries: Sequence[Entry]) -> list[SlimeSample]:
+def flat(entries: Sequence[SampleEntry]) -> list[SlimeSample]:
     """The samples of a group, whether its rollouts are lists or not."""
     return [sample for entry in entries for sample in (entry if isinstance(entry, list) else [entry])]

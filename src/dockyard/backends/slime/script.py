@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.backends.slime.arguments import MODEL, REFERENCE
-from dockyard.backends.slime.models import Arguments
+from dockyard.backends.slime.layout import MegatronArguments
 from dockyard.config import SlimeConfig
 
 HELD = "DOCKYARD_HOLDS_RUN"
@@ -20,8 +20,8 @@ class Script:
     slime: SlimeConfig
     checkout: Path
     model: str
-    shape: Arguments
-    arguments: Arguments
+    shape: MegatronArguments
+    arguments: MegatronArguments
     more: tuple[str, ...]
     run: Path
     folder: Path
@@ -107,7 +107,7 @@ class Script:
         )
 
 
-def _lines(arguments: Arguments) -> str:
+def _lines(arguments: MegatronArguments) -> str:
     return "\n".join(f"  {' '.join((option, *map(_word, _words(value))))}" for option, value in arguments.items())
 
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dockyard.backends.slime.classes import Entry, SlimeSample, new_sample
-from dockyard.backends.slime.post import run_config, run_folder
+from dockyard.backends.launch import read_task_list
+from dockyard.backends.slime.classes import SampleEntry, SlimeSample, new_sample
 from dockyard.backends.slime.samples import flat
-from dockyard.backends.task_list import read_task_list
+from dockyard.backends.slime.worker import run_config, run_folder
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import write_atomically
 from dockyard.tasks.order import due
 
 
-class TaskSource:
+class SlimeDataSource:
     """Gives `--data-source-path` its groups. The task of a group follows from the group's number alone."""
 
     def __init__(self, args: Any) -> None:
@@ -34,7 +34,7 @@ class TaskSource:
         first, self._next = self._next, self._next + num_samples - len(again)
         return [self._group(number) for number in [*again, *range(first, self._next)]]
 
-    def add_samples(self, samples: Sequence[Sequence[Entry]]) -> None:
+    def add_samples(self, samples: Sequence[Sequence[SampleEntry]]) -> None:
         """Take back groups that were not used. They begin anew when they come again."""
         self._returned += [group[0].group_index or 0 for group in map(flat, samples)]
 

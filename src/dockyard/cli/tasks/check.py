@@ -10,12 +10,12 @@ from dockyard.cli.run_file import COMMON, AddParser, Flag, RunArguments, Work, c
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.run_dir import Purpose, RunDir, resumed_config
 from dockyard.run_dir.durable import refuse_below_file
-from dockyard.run_dir.purpose import CheckPurpose
+from dockyard.run_dir.resume import CheckPurpose
+from dockyard.run_dir.run import Purpose, RunDir, resumed_config
 
 if TYPE_CHECKING:
-    from dockyard.collect.candidates import Candidates
+    from dockyard.collect.check import Candidates
 
 _ABOUT = (
     "Run each task's own solution (`oracle`), which must earn the full reward, and an agent that does nothing (`nop`), "
@@ -72,7 +72,7 @@ def _reader(kind: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
 
 def act(arguments: argparse.Namespace) -> int:
     """Run the check, and print what is not good. Exit code 1 when anything is not."""
-    from dockyard.collect.candidates import find_candidates
+    from dockyard.collect.check import find_candidates
 
     given = _read(arguments)
     began = purpose_of(given, Purpose(verb=_VERB), (_DIFFICULTY,)).check
@@ -157,7 +157,7 @@ def _take_up(began: CheckPurpose, given: argparse.Namespace, digest: str) -> Che
 
 
 def _work(config: RunConfig, candidates: "Candidates", purpose: CheckPurpose) -> Work:
-    from dockyard.collect.gate import check_tasks, keep_good, prepare_check, write_report
+    from dockyard.collect.check import check_tasks, keep_good, prepare_check, write_report
 
     prepared = prepare_check(config, difficulty=purpose.difficulty)
 

@@ -14,7 +14,7 @@ def add(add_parser: AddParser) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     """Write the demo's tasks."""
-    from dockyard.tasks.demo import write_demo_tasks
+    from dockyard.tasks.generated import write_demo_tasks
 
     folder: Path = arguments.folder
     return write_both(folder, write_demo_tasks)

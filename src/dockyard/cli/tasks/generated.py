@@ -8,7 +8,7 @@ from dockyard.cli.terminal import say
 from dockyard.errors import UsageError
 
 if TYPE_CHECKING:
-    from dockyard.tasks.drafts import WriteTasks
+    from dockyard.tasks.generated import WriteTasks
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:

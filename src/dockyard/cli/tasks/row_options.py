@@ -7,8 +7,8 @@ from dockyard.cli.rollout import positive
 from dockyard.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dockyard.tasks.folder import Written
-    from dockyard.tasks.select import Selection
+    from dockyard.tasks.folder import WrittenTasks
+    from dockyard.tasks.split import Selection
 
 
 def add_row_options(parser: argparse.ArgumentParser) -> None:
@@ -23,19 +23,19 @@ def add_row_options(parser: argparse.ArgumentParser) -> None:
 
 def selection_of(arguments: argparse.Namespace) -> "Selection":
     """Which rows are asked for."""
-    from dockyard.tasks.select import Selection
+    from dockyard.tasks.split import Selection
 
     return Selection(repos=tuple(arguments.repo), ids=tuple(arguments.id), limit=arguments.limit, seed=arguments.seed)
 
 
 def mapping_of(arguments: argparse.Namespace) -> dict[str, str]:
     """What the dataset calls our columns."""
-    from dockyard.tasks.columns import parse_mapping
+    from dockyard.tasks.rows import parse_mapping
 
     return parse_mapping(arguments.map)
 
 
-def closed(written: "Written") -> int:
+def closed(written: "WrittenTasks") -> int:
     """Say what became of each row that is no task; 1 when none is."""
     say(written.table())
     return 0 if written.names else 1

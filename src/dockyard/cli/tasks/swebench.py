@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dockyard.cli.run_file import AddParser
 from dockyard.cli.tasks.row_options import add_row_options, closed, mapping_of, selection_of
-from dockyard.tasks.swebench.columns import DEFAULT_DATASET
+from dockyard.tasks.swebench.instance import DEFAULT_DATASET
 
 
 def add(add_parser: AddParser) -> None:

@@ -15,7 +15,7 @@ def add(add_parser: AddParser) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     """Write the tasks."""
-    from dockyard.tasks.trail import write_trail_tasks
+    from dockyard.tasks.generated import write_trail_tasks
 
     folder: Path = arguments.folder
     return write_both(folder, write_trail_tasks)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dockyard.gateway.calls import (
+from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.gateway.protocol import (
     RefusedError,
     Reply,
     Served,
@@ -22,7 +23,7 @@ from dockyard.gateway.calls import (
     one_system,
     validate,
 )
-from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.types import Json
 
 
 class _Part(BaseModel):

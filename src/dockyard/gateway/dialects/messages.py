@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from dockyard.gateway.calls import (
+from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.gateway.protocol import (
     OVERFLOW,
     RefusedError,
     Reply,
@@ -26,7 +27,7 @@ from dockyard.gateway.calls import (
     one_system,
     validate,
 )
-from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.types import Json
 
 
 def _as_blocks(content: object) -> object:

@@ -1,17 +1,22 @@
-"""A model's tokenizer, with one promise: text that spells a control token can be made to stay text."""
+"""A model's tokenizer, with one guarantee: text that spells a control token can be encoded as plain text.
+
+Some control tokens only arise where a template joins text to its own, as in `<parameter=` + key + `>`; shielding each
+text does not see those. Text that holds a fragment of a control token is therefore rendered again without the fragment,
+and both renderings must contain the same control tokens.
+"""
 
 import json
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from dockyard.types import IntArray
-
-type Json = dict[str, Any]
+from dockyard.gateway.messages import Message, Prompt, ToolCall
+from dockyard.types import IntArray, Json
 
 _LONGEST = 40
 """Control tokens are shorter than this."""
@@ -144,3 +149,51 @@ def _renamed(vocab: dict[str, int] | list[list[Any]], control: set[str], nonce: 
     if isinstance(vocab, dict):
         return {rename(piece): index for piece, index in vocab.items()}
     return [[rename(piece), score] for piece, score in vocab]
+
+
+_SCHEMA_WORDS = frozenset("type function name description parameters properties required items enum default".split())
+"""Keys that templates look up; the rest of a tool's keys are the harness's own."""
+
+
+def without_fragments(prompt: Prompt, codec: Codec) -> Prompt | None:
+    """The prompt with harmless words where a text is part of a control token; None if there is none."""
+    tame = _Tamer(codec)
+    messages = tuple(tame.message(message) for message in prompt.messages)
+    tools = tuple(cast("Json", tame.json(tool)) for tool in prompt.tools)
+    return replace(prompt, messages=messages, tools=tools) if tame.num_changed else None
+
+
+class _Tamer:
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.num_changed = 0
+
+    def text(self, text: str) -> str:
+        return self._harmless() if self._codec.is_fragment(text) else text
+
+    def name(self, name: str) -> str:
+        """Templates put names between their own tags."""
+        if name in _SCHEMA_WORDS:
+            return name
+        return self._harmless() if self._codec.is_middle(name) else self.text(name)
+
+    def _harmless(self) -> str:
+        self.num_changed += 1
+        return f"x{self.num_changed}"
+
+    def json(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            items = cast("Json", value).items()
+            return {self.name(key): self.json(item) for key, item in items}
+        if isinstance(value, list | tuple):
+            return [self.json(item) for item in cast("list[Any]", value)]
+        return value
+
+    def message(self, message: Message) -> Message:
+        calls = tuple(
+            ToolCall(call.id, self.name(call.name), {self.name(k): self.json(v) for k, v in call.arguments.items()})
+            for call in message.calls
+        )
+        return replace(message, text=self.text(message.text), reasoning=self.text(message.reasoning), calls=calls)

@@ -14,11 +14,11 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from dockyard.gateway.history import ASSISTANT, Json, Message, Prompt, ToolCall
+from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.splice import TemplateRenderer, template_message
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.types import IntArray
+from dockyard.types import IntArray, Json
 
 log = logging.getLogger(__name__)
 

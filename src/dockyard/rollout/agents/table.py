@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Dialect(StrEnum):
+class AgentDialect(StrEnum):
     """What an agent speaks to the gateway."""
 
     CHAT = "chat"
@@ -46,10 +46,10 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AgentRow:
     """One agent."""
 
-    dialect: Dialect = Dialect.CHAT
+    dialect: AgentDialect = AgentDialect.CHAT
     inside: bool = True
     """Its model calls come from inside the environment; else from our process."""
     wiring: Wiring = Wiring.HARBOR
@@ -100,8 +100,8 @@ def _python_of(program: str) -> str:
     return f'"$(dirname "$(readlink -f "$(command -v {program})")")/python"'
 
 
-ROWS: Mapping[str, Row] = {
-    "shell": Row(
+ROWS: Mapping[str, AgentRow] = {
+    "shell": AgentRow(
         inside=False,
         wiring=Wiring.KWARGS,
         provider="",
@@ -109,11 +109,14 @@ ROWS: Mapping[str, Row] = {
         turns="max_turns",
         quirks="ours, for small models: one fenced command per reply",
     ),
-    "oracle": Row(
-        dialect=Dialect.NONE, inside=False, wiring=Wiring.NONE, quirks="runs the task's solution; nothing to train on"
+    "oracle": AgentRow(
+        dialect=AgentDialect.NONE,
+        inside=False,
+        wiring=Wiring.NONE,
+        quirks="runs the task's solution; nothing to train on",
     ),
-    "nop": Row(dialect=Dialect.NONE, inside=False, wiring=Wiring.NONE, quirks="does nothing"),
-    "terminus-2": Row(
+    "nop": AgentRow(dialect=AgentDialect.NONE, inside=False, wiring=Wiring.NONE, quirks="does nothing"),
+    "terminus-2": AgentRow(
         inside=False,
         program=Program(executable="tmux"),
         turns="max_turns",
@@ -121,7 +124,7 @@ ROWS: Mapping[str, Row] = {
         kwargs={"enable_summarize": False, "record_terminal_session": False, "suppress_max_turns_warning": True},
         quirks="no tools: commands are JSON in the text; has to say twice that it is done",
     ),
-    "mini-swe-agent": Row(
+    "mini-swe-agent": AgentRow(
         program=Program(
             executable="mini-swe-agent",
             path=LOCAL_BIN,
@@ -130,7 +133,7 @@ ROWS: Mapping[str, Row] = {
         env={**NO_PRICE_LIST, "MSWEA_SILENT_STARTUP": "1"},
         quirks="drops a turn without a valid call; three in a row end it",
     ),
-    "qwen-coder": Row(
+    "qwen-coder": AgentRow(
         program=Program(
             executable="qwen",
             path=NVM,
@@ -139,8 +142,8 @@ ROWS: Mapping[str, Row] = {
         ),
         quirks="first prompt of 17k tokens; asks again when a call is cut or malformed; compacts by itself",
     ),
-    "claude-code": Row(
-        dialect=Dialect.MESSAGES,
+    "claude-code": AgentRow(
+        dialect=AgentDialect.MESSAGES,
         provider="anthropic",
         at_root=True,
         program=Program(executable="claude", path=LOCAL_BIN),
@@ -149,13 +152,13 @@ ROWS: Mapping[str, Row] = {
         env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "CLAUDE_CODE_OAUTH_TOKEN": "", "DISABLE_AUTOUPDATER": "1"},
         quirks="takes an unknown model's window for 1M tokens: set CLAUDE_CODE_MAX_CONTEXT_TOKENS in `agent.env`",
     ),
-    "codex": Row(
-        dialect=Dialect.RESPONSES,
+    "codex": AgentRow(
+        dialect=AgentDialect.RESPONSES,
         program=Program(executable="codex", path=NVM),
         kwargs={"config": CODEX_CONFIG},
         quirks="ends on a context overflow and on a single 429; compacts only ahead of time",
     ),
-    "aider": Row(
+    "aider": AgentRow(
         program=Program(
             executable="aider",
             path="if [ -f ~/.local/bin/env ]; then . ~/.local/bin/env; fi",
@@ -176,7 +179,7 @@ ROWS: Mapping[str, Row] = {
         },
         quirks="no tools and no loop: whole files in one reply, in the chat's own format",
     ),
-    "openhands": Row(
+    "openhands": AgentRow(
         program=Program(
             executable="/opt/openhands-venv/bin/python",
             prepare="ls /opt/openhands-venv/lib/python3*/site-packages/openhands/core/main.py",
@@ -186,30 +189,30 @@ ROWS: Mapping[str, Row] = {
         env=NO_PRICE_LIST,
         quirks="needs `openhands.core.main`, which openhands-ai has up to 1.6.0",
     ),
-    "computer-1": Row(
+    "computer-1": AgentRow(
         inside=False, turns="max_turns", limits_setup=False, quirks="needs a desktop and a browser in the image"
     ),
-    "openhands-sdk": Row(turns="max_iterations", env=NO_PRICE_LIST),
-    "swe-agent": Row(env=NO_PRICE_LIST),
-    "goose": Row(at_root=True, turns="max_turns", quirks="its base URL is a host: it adds `v1/chat/completions`"),
-    "fabric": Row(
+    "openhands-sdk": AgentRow(turns="max_iterations", env=NO_PRICE_LIST),
+    "swe-agent": AgentRow(env=NO_PRICE_LIST),
+    "goose": AgentRow(at_root=True, turns="max_turns", quirks="its base URL is a host: it adds `v1/chat/completions`"),
+    "fabric": AgentRow(
         wiring=Wiring.KWARGS,
         url_kwarg="fabric_model_base_url",
         key_name_kwarg="fabric_model_api_key_env",
         turns="fabric_max_turns",
         quirks="needs `fabric_adapter_id` in `agent.kwargs`",
     ),
-    "langgraph": Row(quirks="needs your project as `project_path` in `agent.kwargs`"),
-    "acp": Row(refusal="the agent behind it chooses its own model, and Harbor cannot give that a base URL"),
-    "cline-cli": Row(refusal="Harbor gives it a provider and a key, but no base URL"),
-    "cortex-code": Row(refusal="it talks to Snowflake's service only"),
-    "cursor-cli": Row(refusal="it talks to Cursor's service only"),
-    "devin": Row(refusal="it talks to Devin's service only"),
-    "eve": Row(refusal="its model is named in your project's code, and Harbor cannot give that a base URL"),
-    "junie": Row(refusal="Harbor gives it a provider and a key, but no base URL"),
-    "rovodev-cli": Row(refusal="it talks to Atlassian's service only"),
-    "terminus": Row(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
-    "terminus-1": Row(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
+    "langgraph": AgentRow(quirks="needs your project as `project_path` in `agent.kwargs`"),
+    "acp": AgentRow(refusal="the agent behind it chooses its own model, and Harbor cannot give that a base URL"),
+    "cline-cli": AgentRow(refusal="Harbor gives it a provider and a key, but no base URL"),
+    "cortex-code": AgentRow(refusal="it talks to Snowflake's service only"),
+    "cursor-cli": AgentRow(refusal="it talks to Cursor's service only"),
+    "devin": AgentRow(refusal="it talks to Devin's service only"),
+    "eve": AgentRow(refusal="its model is named in your project's code, and Harbor cannot give that a base URL"),
+    "junie": AgentRow(refusal="Harbor gives it a provider and a key, but no base URL"),
+    "rovodev-cli": AgentRow(refusal="it talks to Atlassian's service only"),
+    "terminus": AgentRow(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
+    "terminus-1": AgentRow(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
 }
 
 OTHER_NAMES = {"mini-swe-agent-plus": "mini-swe-agent"}

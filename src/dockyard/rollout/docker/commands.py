@@ -1,20 +1,29 @@
-"""Commands in a container. One that takes too long, or is not wanted any more, is ended inside as well as out here."""
+"""Run commands in a container and copy files into and out of it.
 
-# pyright: reportMissingTypeStubs=false
+A command that times out or is cancelled is killed inside the container as well as here. Files are copied by the Docker
+engine, without any program inside. Links are not copied out, because Harbor reads downloads on this machine.
+"""
 
 import asyncio
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from secrets import token_hex
+from typing import IO
 
 from harbor.environments.base import ExecResult, OutputCallback
 
-from dockyard.rollout.docker.engine import docker
+from dockyard.process import Output
+from dockyard.rollout.blame import DockerUnreachableError, SandboxDiedError
+from dockyard.rollout.docker.docker_cli import docker, short
 from dockyard.rollout.docker.guard import require_running
-from dockyard.rollout.faults import SandboxDiedError
-from dockyard.rollout.output import Output
+from dockyard.rollout.sandbox import transfer
+
+# pyright: reportMissingTypeStubs=false
+
 
 TIMED_OUT = 124
 KILLED = 137
@@ -90,3 +99,45 @@ async def _end_inside(container: str, mark: str) -> None:
     """As well as it goes: what hides from this ends at the seal."""
     with suppress(TimeoutError, SandboxDiedError):
         await docker("exec", "--user", "0", container, "sh", "-c", _END, "sh", mark, timeout_s=_END_WITHIN_S)
+
+
+MAX_DOWNLOAD_BYTES = 256 << 20
+TRANSFER_TIMEOUT_S = 600
+
+
+async def upload(source: str, container: str, target: str) -> None:
+    await _copy(source, f"{container}:{target}")
+
+
+async def download_file(container: str, source: str, target: Path) -> None:
+    with tempfile.TemporaryFile() as archive:
+        await _fetch(container, source, archive)
+        await asyncio.to_thread(transfer.unpack_one, archive, target)
+
+
+async def download_folder(container: str, source: str, target: Path) -> None:
+    with tempfile.TemporaryFile() as archive:
+        await _fetch(container, f"{source.rstrip('/')}/.", archive)
+        await asyncio.to_thread(transfer.unpack, archive, target)
+
+
+async def _fetch(container: str, source: str, archive: IO[bytes]) -> None:
+    download = transfer.Download(archive, MAX_DOWNLOAD_BYTES)
+    try:
+        await _copy(f"{container}:{source}", "-", download)
+    except RuntimeError:
+        if not download.is_full:
+            raise
+    if download.is_full:
+        raise RuntimeError(f"`{source}` is larger than {MAX_DOWNLOAD_BYTES >> 20} MB")
+
+
+async def _copy(source: str, target: str, sink: transfer.Download | None = None) -> None:
+    try:
+        done = await docker("cp", source, target, stdout=sink, timeout_s=TRANSFER_TIMEOUT_S)
+    except TimeoutError:
+        raise RuntimeError(f"`docker cp {source} {target}`: not done after {TRANSFER_TIMEOUT_S} s") from None
+    if done.is_unreachable:
+        raise DockerUnreachableError(short(done.stderr))
+    if done.code != 0:
+        raise RuntimeError(f"`docker cp {source} {target}`: {short(done.stderr)}")

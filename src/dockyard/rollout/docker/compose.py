@@ -1,16 +1,224 @@
-"""One trial's compose project."""
+"""The compose project of one trial: labels, the overlay added to a task's compose files, and the run's network.
 
-# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+Labels name the owner of a container or network, so that a later run can tell which are orphaned. The overlay comes
+before the task's own file, which so overrides it. Containers of a run share one network: on it they reach the outside
+and this machine, not each other. An engine has room for about thirty networks, and creating one takes longer than a
+container.
+"""
 
-from collections.abc import Iterable, Mapping
+import os
+import socket
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from harbor.environments.base import ExecResult, SandboxBuildFailedError
 from harbor.environments.docker.docker import _sanitize_docker_compose_project_name
 
-from dockyard.rollout.docker.engine import ask, docker, short
-from dockyard.rollout.docker.owner import PROJECT_LABEL, SERVICE_LABEL
-from dockyard.rollout.faults import DockerUnreachableError
+from dockyard.errors import DockyardError
+from dockyard.rollout.blame import DockerUnreachableError
+from dockyard.rollout.docker.docker_cli import DockerError, ask, docker, short
+
+OWNER_LABEL = "dockyard.owner"
+RUN_LABEL = "dockyard.run"
+PROJECT_LABEL = "com.docker.compose.project"
+SERVICE_LABEL = "com.docker.compose.service"
+_UNKNOWN = "-"  # where there is no /proc
+_SEPARATOR = "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told apart from any other that ever had its number."""
+
+    host: str
+    boot: str
+    namespace: str
+    """Process numbers mean something only within one."""
+    pid: str
+    started: str
+
+    @classmethod
+    def current(cls) -> "Owner":
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "Owner":
+        return cls(socket.gethostname(), _boot(), _namespace(), str(pid), _start_time(pid))
+
+    @classmethod
+    def parse(cls, label: str) -> "Owner | None":
+        """None for what we did not write."""
+        parts = label.split(_SEPARATOR)
+        return cls(*parts) if len(parts) == 5 and parts[3].isdigit() else None
+
+    @property
+    def label(self) -> str:
+        return _SEPARATOR.join(astuple(self))
+
+    def is_gone(self) -> bool:
+        """Certainly ended. False for owners on other hosts, of whom nothing is known here."""
+        if self.host != socket.gethostname():
+            return False
+        if self.boot != _boot():
+            return True
+        if self.namespace != _namespace():
+            return False
+        if self.started == _UNKNOWN:
+            return not _is_alive(int(self.pid))
+        return _start_time(int(self.pid)) != self.started
+
+
+def owner_labels(run: str) -> dict[str, str]:
+    """For everything a run makes."""
+    return {OWNER_LABEL: Owner.current().label, RUN_LABEL: run}
+
+
+def label_args(labels: dict[str, str]) -> list[str]:
+    return [arg for name, value in labels.items() for arg in ("--label", f"{name}={value}")]
+
+
+def _boot() -> str:
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def _namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return _UNKNOWN
+
+
+def _start_time(pid: int) -> str:
+    stat = _read(f"/proc/{pid}/stat")
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else _UNKNOWN
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return _UNKNOWN
+
+
+PRIVATE = ("/tests", "/logs/verifier")
+"""Volumes of their own: a mount point can be neither replaced by a link nor filled through the container's disk."""
+SLEEP = ("sh", "-c", "exec sleep infinity")  # a child named `sleep` could be killed, and the container with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """One trial's additions."""
+
+    labels: dict[str, str]
+    image: str | None
+    """None: the task's compose file says."""
+    network: str | None
+    """A network of ours, or `none`, or the engine's `bridge`. None: whatever the task and Harbor arrange."""
+    max_processes: int
+    resolves: bool = True
+    """Whether names can be looked up at all. Where not, each try would take ten seconds to fail."""
+    private: tuple[str, ...] = PRIVATE
+
+    def compose(self) -> dict[str, Any]:
+        main: dict[str, Any] = {
+            "labels": self.labels,
+            "stop_grace_period": "0s",  # PID 1 is a shell, which takes no notice of being asked to stop
+            "volumes": [{"type": "volume", "target": target} for target in self.private],
+        }
+        if self.image is None:
+            return {"services": {"main": main}}
+        main |= {
+            "image": self.image,
+            "command": list(SLEEP),
+            "pull_policy": "never",
+            "pids_limit": self.max_processes,
+        }
+        if not self.resolves:
+            main["dns_opt"] = ["timeout:1", "attempts:1"]
+        compose: dict[str, Any] = {"services": {"main": main}}
+        if self.network in ("none", "bridge"):
+            main["network_mode"] = self.network
+        elif self.network:
+            compose["networks"] = {"default": {"name": self.network, "external": True}}
+        return compose
+
+
+type Mode = Literal["auto", "none", "gateway", "public"]
+
+
+@dataclass(frozen=True, slots=True)
+class DockerNetwork:
+    """A network and this machine's address on it."""
+
+    name: str
+    host: str | None
+    """None where the engine is on another machine."""
+    listen: tuple[str, ...]
+
+
+@asynccontextmanager
+async def run_network(mode: Mode, run: str) -> AsyncGenerator[DockerNetwork | None]:
+    """Made for one run. None when its containers have no network at all."""
+    if mode == "none":
+        yield None
+        return
+    name = f"dockyard-{run}"
+    isolated = ["--internal"] if mode == "gateway" else []
+    no_talk = ["--opt", "com.docker.network.bridge.enable_icc=false"]
+    try:
+        await ask("network", "create", *isolated, *no_talk, *label_args(owner_labels(run)), name)
+    except DockerError as error:
+        raise DockyardError(
+            f"Docker cannot make a network for the run: {error}", hint="`docker network prune` removes unused ones"
+        ) from error
+    try:
+        yield await _describe(name, mode)
+    finally:
+        with suppress(DockerError, DockerUnreachableError):  # the next run's janitor removes it
+            await ask("network", "rm", name)
+
+
+async def _describe(name: str, mode: Mode) -> DockerNetwork:
+    gateways = await ask("network", "inspect", "--format", "{{range .IPAM.Config}}{{.Gateway}} {{end}}", name)
+    address = next((item.split("/")[0] for item in gateways.split() if ":" not in item), "")
+    if address and _is_ours(address):
+        return DockerNetwork(name, address, (address,))
+    if mode == "gateway":
+        raise DockyardError(
+            "`environment.network` is `gateway`, but containers of this Docker engine reach this machine only "
+            "through a network that reaches everything",
+            hint="`--environment.network public`, or an engine that runs on this Linux machine itself",
+        )
+    system = await ask("info", "--format", "{{.OperatingSystem}}")
+    return DockerNetwork(name, "host.docker.internal" if "Docker Desktop" in system else None, ())
+
+
+def _is_ours(address: str) -> bool:
+    """Whether this machine has the address, as it does when the engine runs on it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+
 
 _PATIENCE_S = 10.0  # a container that comes up after its project was removed would stay
 

@@ -20,13 +20,19 @@ from harbor.environments.docker.docker import DockerEnvironment as HarborDocker
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from dockyard.config import Seal
-from dockyard.rollout.docker import commands, files, guard
-from dockyard.rollout.docker.compose import compose, containers, remove
-from dockyard.rollout.docker.engine import ask
-from dockyard.rollout.docker.images import Image, images
-from dockyard.rollout.docker.network import Mode
-from dockyard.rollout.docker.overlay import PRIVATE, Overlay
-from dockyard.rollout.docker.owner import label_args, owner_labels
+from dockyard.rollout.docker import commands, guard
+from dockyard.rollout.docker.compose import (
+    PRIVATE,
+    Mode,
+    Overlay,
+    compose,
+    containers,
+    label_args,
+    owner_labels,
+    remove,
+)
+from dockyard.rollout.docker.docker_cli import ask
+from dockyard.rollout.docker.images import DockerImage, images
 
 _THIS_PROCESS = token_hex(4)
 _DONE = ExecResult(return_code=0)
@@ -56,7 +62,7 @@ class DockerEnvironment(HarborDocker):
         self._max_processes = max_processes
         self._seal_level: Seal = seal_level
         self._is_composed = (environment_dir / COMPOSE_FILE_NAME).exists()
-        self._image: Image | None = None
+        self._image: DockerImage | None = None
         self._main: str | None = None
         self._overlay = tempfile.TemporaryDirectory(prefix="dockyard-docker-")
         if network != "auto":  # then the run's word stands for the task's
@@ -153,24 +159,24 @@ class DockerEnvironment(HarborDocker):
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         try:
-            await files.upload(str(source_path), await self._container(), target_path)
+            await commands.upload(str(source_path), await self._container(), target_path)
         except RuntimeError:  # its folder may be missing
             await self._platform.upload_file(source_path, target_path)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         try:
-            await files.upload(f"{source_dir}/.", await self._container(), target_dir)
+            await commands.upload(f"{source_dir}/.", await self._container(), target_dir)
         except RuntimeError:
             await self._platform.upload_dir(source_dir, target_dir)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        await files.download_file(await self._container(), source_path, Path(target_path))
+        await commands.download_file(await self._container(), source_path, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        await files.download_folder(await self._container(), source_dir, Path(target_dir))
+        await commands.download_folder(await self._container(), source_dir, Path(target_dir))
 
     async def seal(self) -> None:
         """End every process of the agent, empty /tests and /logs/verifier, restore what tests rely on."""
@@ -197,7 +203,7 @@ class DockerEnvironment(HarborDocker):
         mounted = {mount["target"].rstrip("/") for mount in self._host_mounts}
         return tuple(target for target in PRIVATE if target not in mounted)
 
-    async def _find_image(self, force_build: bool) -> Image:
+    async def _find_image(self, force_build: bool) -> DockerImage:
         name = self.task_env_config.docker_image
         if name and should_use_prebuilt_docker_image(self.environment_dir, docker_image=name, force_build=force_build):
             return await images().present(name)

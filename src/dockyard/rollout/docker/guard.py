@@ -1,11 +1,14 @@
-"""Makes a container safe for grading, with nothing that its agent could have changed.
+"""Make a container safe for grading, using nothing that its agent could have changed.
 
-The container is frozen; another one, from the task's own image, empties the folders of the verifier and puts the
-trusted files back through /proc/1/root; then every process dies, PID 1 included, into which an agent may have planted
-code, and the container starts again. Of a frozen process nothing runs between the signal and its end.
+The container is frozen; another one, from the task's own image, empties the verifier's folders and restores the trusted
+files through /proc/1/root; then every process is killed, including PID 1, into which an agent may have planted code,
+and the container starts again. A frozen process runs nothing between the signal and its end.
+
+TOOLS that the image has in some folder of PATH are restored there, and copies that the agent put into other folders of
+PATH are removed. A tool that the image lacks is left: the task may have been to install it. FILES are patterns: what
+the image has is restored, what it lacks is removed. A task whose honest solution changes these needs the seal
+`processes`; one that must not trust packages either needs `strict`, or a separate verifier.
 """
-
-# pyright: reportMissingTypeStubs=false
 
 import json
 import logging
@@ -17,10 +20,103 @@ from typing import Any
 from harbor.environments.base import SandboxBuildFailedError
 
 from dockyard.config import Seal
-from dockyard.rollout.docker.engine import DockerError, ask
-from dockyard.rollout.docker.overlay import PRIVATE
-from dockyard.rollout.docker.trusted import FILES, MORE_FILES, PATH, TOOLS
-from dockyard.rollout.faults import SandboxDiedError, SealError
+from dockyard.rollout.blame import SandboxDiedError, SealError
+from dockyard.rollout.docker.compose import PRIVATE
+from dockyard.rollout.docker.docker_cli import DockerError, ask
+from dockyard.rollout.verifier import ABOVE_TESTS
+
+PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""Besides the folders of the image's own PATH."""
+
+_SHELLS = "sh bash dash ash busybox env su sudo"
+_COREUTILS = (
+    "[ arch b2sum base32 base64 basename cat chgrp chmod chown chroot cksum comm cp csplit cut date dd df dir dirname "
+    "du echo expand expr factor false fmt fold head hostid id install join link ln logname ls md5sum mkdir mkfifo "
+    "mknod mktemp mv nice nl nohup nproc numfmt od paste pathchk pr printenv printf pwd readlink realpath rm rmdir "
+    "seq sha1sum sha224sum sha256sum sha384sum sha512sum shred shuf sleep sort split stat stdbuf stty sum sync tac "
+    "tail tee test timeout touch tr true truncate tsort tty uname unexpand uniq unlink users vdir wc who whoami yes"
+)
+_TEXT = "grep egrep fgrep sed awk gawk mawk find xargs diff cmp tar gzip gunzip zcat jq which"
+_PROCESSES = "kill ps pgrep pkill top pidof setsid"
+_LANGUAGES = "python python3 python3.[0-9]* pip pip3 pytest perl node npm npx uv uvx"
+_FETCHING = "curl wget git apt apt-get dpkg apk dnf yum"
+TOOLS = tuple(f"{_SHELLS} {_COREUTILS} {_TEXT} {_PROCESSES} {_LANGUAGES} {_FETCHING}".split())
+
+_LOADER = tuple(
+    f"{folder}/{name}"
+    for folder in ("/lib", "/lib64", "/lib/*-linux-gnu", "/usr/lib", "/usr/lib64", "/usr/lib/*-linux-gnu")
+    for name in (
+        "ld-*.so*",
+        "libc.so*",
+        "libdl.so.*",
+        "libm.so.*",
+        "libpthread.so.*",
+        "libtinfo.so.*",
+        "libselinux.so.*",
+    )
+)
+_SYSTEM = (
+    "/etc/bash.bashrc",
+    "/etc/bashrc",
+    "/etc/environment",
+    "/etc/ld.so.preload",
+    "/etc/pip.conf",
+    "/etc/profile",
+    "/etc/profile.d/*",
+)
+_HOME = tuple(
+    f"{home}/{name}"
+    for home in ("/root", "/home/*")
+    for name in (
+        ".bash_login",
+        ".bash_profile",
+        ".bashrc",
+        ".config/pip/pip.conf",
+        ".config/uv/uv.toml",
+        ".curlrc",
+        ".local/bin/env",
+        ".local/lib/python3*/site-packages/sitecustomize.py",
+        ".local/lib/python3*/site-packages/usercustomize.py",
+        ".pip/pip.conf",
+        ".profile",
+        ".wgetrc",
+    )
+)
+_PYTHON = tuple(
+    f"{root}/python3*/{folder}{name}.py"
+    for root in ("/usr/lib", "/usr/local/lib")
+    for folder in ("", "dist-packages/", "site-packages/")
+    for name in ("sitecustomize", "usercustomize")
+)
+FILES = (*_SYSTEM, *_HOME, *_PYTHON, *_LOADER, *ABOVE_TESTS)
+MORE_FILES = (
+    "/etc/apt/apt.conf",
+    "/etc/apt/apt.conf.d/*",
+    "/etc/gitconfig",
+    "/etc/npmrc",
+    "/etc/uv/uv.toml",
+    "/root/.gitconfig",
+    "/root/.config/git/config",
+    "/root/.npmrc",
+    "/home/*/.gitconfig",
+    "/home/*/.npmrc",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d/*",
+    "/root/.local/lib/python3*/site-packages/*.pth",
+    "/home/*/.local/lib/python3*/site-packages/*.pth",
+    *(
+        f"{root}/python3*/{folder}*.pth"
+        for root in ("/usr/lib", "/usr/local/lib")
+        for folder in ("", "dist-packages/", "site-packages/")
+    ),
+)
+"""Only by `strict`, together with every library and module that the agent changed, and with every name of TOOLS that
+the image lacks: honest work changes these too, by `pip install`, `git config`, or `make install` and `ldconfig`."""
+
+
+# pyright: reportMissingTypeStubs=false
+
 
 logger = logging.getLogger(__name__)
 

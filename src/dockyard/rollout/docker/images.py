@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from harbor.environments.base import SandboxBuildFailedError
 
-from dockyard.rollout.docker.engine import DockerError, ask, docker, short
-from dockyard.rollout.faults import DockerUnreachableError, ImageMissingError
+from dockyard.rollout.blame import DockerUnreachableError, ImageMissingError
+from dockyard.rollout.docker.docker_cli import DockerError, ask, docker, short
 
 TASK_LABEL = "dockyard.task"
 """`docker image prune --all --filter label=dockyard.task` frees the disk."""
@@ -25,7 +25,7 @@ _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILIN
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class DockerImage:
     """An image that is here."""
 
     name: str
@@ -41,7 +41,7 @@ class Images:
     _tags: dict[str, str] = field(default_factory=dict[str, str])
     _failures: dict[str, list[Exception]] = field(default_factory=dict[str, list[Exception]])
 
-    async def built(self, folder: Path, content: str, *, task: str, force: bool = False) -> Image:
+    async def built(self, folder: Path, content: str, *, task: str, force: bool = False) -> DockerImage:
         """The image of a Dockerfile's folder. `content` is the folder's hash."""
         async with self._locks.setdefault(content, asyncio.Lock()):
             tag = self._tags.get(content) or await _tag(folder, content)
@@ -49,12 +49,12 @@ class Images:
             image = None if force else await _find(tag)
             return image or await self._try(tag, self._build(folder, tag, task))
 
-    async def present(self, name: str) -> Image:
+    async def present(self, name: str) -> DockerImage:
         """An image by name, pulled if it is not here."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             return await _find(name) or await self._try(name, _pull(name))
 
-    async def _try(self, name: str, making: Coroutine[Any, Any, Image]) -> Image:
+    async def _try(self, name: str, making: Coroutine[Any, Any, DockerImage]) -> DockerImage:
         """What failed three times would fail again: nobody waits for it any more."""
         failures = self._failures.setdefault(name, [])
         if len(failures) >= MAX_TRIES:
@@ -66,7 +66,7 @@ class Images:
             failures.append(error.with_traceback(None))
             raise
 
-    async def _build(self, folder: Path, tag: str, task: str) -> Image:
+    async def _build(self, folder: Path, tag: str, task: str) -> DockerImage:
         self.num_builds += 1
         done = await docker("build", "--label", f"{TASK_LABEL}={task}", "--tag", tag, str(folder))
         if done.is_unreachable:
@@ -95,15 +95,15 @@ async def _tag(folder: Path, content: str) -> str:
     return f"dockyard-task:{blake2b(' '.join([content, *ids]).encode(), digest_size=16).hexdigest()}"
 
 
-async def _find(name: str) -> Image | None:
+async def _find(name: str) -> DockerImage | None:
     config = await _ask_or("", "image", "inspect", "--format", "{{json .Config}}", name)
     if not config:
         return None
     facts: dict[str, Any] = json.loads(config) or {}
-    return Image(name, has_healthcheck=bool(facts.get("Healthcheck")))
+    return DockerImage(name, has_healthcheck=bool(facts.get("Healthcheck")))
 
 
-async def _pull(name: str) -> Image:
+async def _pull(name: str) -> DockerImage:
     done = await docker("pull", "--quiet", name)
     if done.is_unreachable:
         raise DockerUnreachableError(short(done.stderr))

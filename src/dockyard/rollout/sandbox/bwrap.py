@@ -22,8 +22,8 @@ from dockyard.rollout.sandbox.launch import (
     OPEN_FOLDERS,
     PYTHON_FLAGS,
     TOP_FOLDERS,
-    Launch,
-    Limits,
+    SandboxLaunch,
+    SandboxLimits,
     bundle,
     etc_files,
     held_files,
@@ -35,7 +35,7 @@ SHARED_MEMORY_BYTES = 64 << 20
 
 
 @contextmanager
-def prepare_launch(*, server_socket: int, limits: Limits, network: bool) -> Generator[Launch]:
+def prepare_launch(*, server_socket: int, limits: SandboxLimits, network: bool) -> Generator[SandboxLaunch]:
     """The file descriptors that the launch refers to live as long as this block."""
     with held_files() as files:
         bwrap, library = _find_bwrap()
@@ -52,11 +52,11 @@ def prepare_launch(*, server_socket: int, limits: Limits, network: bool) -> Gene
         )
         pass_fds = (server_socket, *files.fds)
         yield _through_setpriv(
-            Launch(args=args, executable=executable, env=env, pass_fds=pass_fds, user=outside_user())
+            SandboxLaunch(args=args, executable=executable, env=env, pass_fds=pass_fds, user=outside_user())
         )
 
 
-def _through_setpriv(launch: Launch) -> Launch:
+def _through_setpriv(launch: SandboxLaunch) -> SandboxLaunch:
     """Leave the change of user to a program, if there is one.
 
     Python itself would have to fork for it, which in a trainer of some gigabytes takes longer than all the rest.

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.output import Output
+from dockyard.process import Output
 from dockyard.rollout.sandbox.client import LANDLOCK, NAMESPACES, Command, Sandbox, SandboxStartError
 from dockyard.rollout.sandbox.confined import ABI_VARIABLE, landlock_abi
 from dockyard.rollout.sandbox.landlock import ABI_OF_SCOPES
-from dockyard.rollout.sandbox.launch import Limits, outside_user
+from dockyard.rollout.sandbox.launch import SandboxLimits, outside_user
 
-type Wanted = Literal["auto", "namespaces", "landlock"]
+type SandboxSetting = Literal["auto", "namespaces", "landlock"]
 
 OTHER_WAY = 'or set `environment.type = "docker"`'
 SETTINGS = (
@@ -26,7 +26,7 @@ SETTINGS = (
 )
 """(kernel setting, the value that forbids user namespaces, what to set instead)"""
 CONTAINER_FLAGS = " ".join(f"--security-opt {flag}=unconfined" for flag in ("seccomp", "apparmor", "systempaths"))
-_PROBE = Limits(storage_bytes=1 << 20, memory_bytes=1 << 30, max_processes=64)
+_PROBE = SandboxLimits(storage_bytes=1 << 20, memory_bytes=1 << 30, max_processes=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def choose_mechanism(wanted: Wanted = "auto") -> Mechanism:
+def choose_mechanism(wanted: SandboxSetting = "auto") -> Mechanism:
     """The one to use, tried out. DockyardError says why there is none. Blocks for some 50 ms the first time."""
     found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
     if isinstance(found, SandboxProblem):
@@ -90,14 +90,14 @@ def choose_mechanism(wanted: Wanted = "auto") -> Mechanism:
     return found
 
 
-def check_sandbox(wanted: Wanted = "auto") -> SandboxProblem | None:
+def check_sandbox(wanted: SandboxSetting = "auto") -> SandboxProblem | None:
     """None when a sandbox starts here."""
     found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
     return found if isinstance(found, SandboxProblem) else None
 
 
 @cache
-def _try_all(wanted: Wanted, masked_abi: str | None) -> Mechanism | SandboxProblem:
+def _try_all(wanted: SandboxSetting, masked_abi: str | None) -> Mechanism | SandboxProblem:
     if wanted == "namespaces":
         return _try_namespaces()
     if wanted == "landlock":

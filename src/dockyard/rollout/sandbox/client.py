@@ -9,11 +9,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dockyard.rollout.faults import SandboxDiedError
-from dockyard.rollout.output import Sink
+from dockyard.process import Sink
+from dockyard.rollout.blame import SandboxDiedError
 from dockyard.rollout.sandbox import bwrap, confined
-from dockyard.rollout.sandbox.errands import ErrandError
-from dockyard.rollout.sandbox.launch import Limits
+from dockyard.rollout.sandbox.file_ops import ErrandError
+from dockyard.rollout.sandbox.launch import SandboxLimits
 
 NAMESPACES, LANDLOCK = "namespaces", "landlock"
 KILLED = 137
@@ -60,7 +60,7 @@ class Sandbox:
         self._mechanism = mechanism
 
     @classmethod
-    async def start(cls, mechanism: str, limits: Limits, *, network: bool) -> "Sandbox":
+    async def start(cls, mechanism: str, limits: SandboxLimits, *, network: bool) -> "Sandbox":
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests.setblocking(False)
         with ExitStack() as on_error:
@@ -184,7 +184,7 @@ class Sandbox:
 
 
 async def _spawn(
-    server_socket: int, stdin: int, errors: int, mechanism: str, limits: Limits, *, network: bool
+    server_socket: int, stdin: int, errors: int, mechanism: str, limits: SandboxLimits, *, network: bool
 ) -> asyncio.subprocess.Process:
     """Its stdin ends with the driver."""
     prepare_launch = bwrap.prepare_launch if mechanism == NAMESPACES else confined.prepare_launch

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.sandbox import errands, landlock
+from dockyard.rollout.sandbox import file_ops, landlock
 from dockyard.rollout.sandbox.launch import (
     ETC_OF_HOST,
     FOLDERS,
@@ -21,8 +21,8 @@ from dockyard.rollout.sandbox.launch import (
     OPEN_FOLDERS,
     PYTHON_FLAGS,
     TOP_FOLDERS,
-    Launch,
-    Limits,
+    SandboxLaunch,
+    SandboxLimits,
     bundle,
     etc_files,
     held_files,
@@ -44,17 +44,17 @@ def landlock_abi() -> int:
 
 
 @contextmanager
-def prepare_launch(*, server_socket: int, limits: Limits, network: bool) -> Generator[Launch]:
+def prepare_launch(*, server_socket: int, limits: SandboxLimits, network: bool) -> Generator[SandboxLaunch]:
     """The file descriptors that the launch refers to live as long as this block."""
     with held_files() as files:
         python, env = files.python()
         values = _values(limits, network=network, user=outside_user())
         loader = LOADER.format(code=files.hold(bundle(MODULES, values)))
         args = ("sandbox", *PYTHON_FLAGS, "-c", loader, str(server_socket))
-        yield Launch(args=args, executable=python, env=env, pass_fds=(server_socket, *files.fds))
+        yield SandboxLaunch(args=args, executable=python, env=env, pass_fds=(server_socket, *files.fds))
 
 
-def _values(limits: Limits, *, network: bool, user: int | None) -> dict[str, object]:
+def _values(limits: SandboxLimits, *, network: bool, user: int | None) -> dict[str, object]:
     """What the watcher is told, in plain values."""
     devices = (*DEVICES, *(TERMINALS if user is not None else ()))
     tops = [name for name in TOP_FOLDERS if Path("/", name).is_dir()]
@@ -99,7 +99,7 @@ def remove_leftovers() -> None:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                errands.empty(str(path))
+                file_ops.empty(str(path))
                 path.rmdir()
             finally:
                 os.close(folder)

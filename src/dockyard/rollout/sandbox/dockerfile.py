@@ -47,7 +47,7 @@ class Instruction:
 
 
 @dataclass(slots=True)
-class Image:
+class SandboxImage:
     """What the Dockerfile adds to the bare sandbox. Filled instruction by instruction."""
 
     context: Path
@@ -58,14 +58,14 @@ class Image:
     entries: list[Entry] = field(default_factory=list[Entry])
 
 
-def read_image(dockerfile: Path) -> Image:
+def read_image(dockerfile: Path) -> SandboxImage:
     """The last stage; COPY can take nothing from the stages before it."""
     if dockerfile.with_name(".dockerignore").exists():
         raise DockerfileError("its `.dockerignore` is not supported")
-    image = Image(context=dockerfile.parent)
+    image = SandboxImage(context=dockerfile.parent)
     for instruction in _instructions(dockerfile.read_text()):
         if instruction.name == "FROM":
-            image = Image(context=dockerfile.parent, args=image.args)
+            image = SandboxImage(context=dockerfile.parent, args=image.args)
         else:
             _apply(instruction, image)
     return image
@@ -85,7 +85,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
             parts.clear()
 
 
-def _apply(instruction: Instruction, image: Image) -> None:
+def _apply(instruction: Instruction, image: SandboxImage) -> None:
     match instruction.name:
         case "WORKDIR":
             image.workdir = _inside(image, _expand(instruction.value.strip("\"'"), image))
@@ -111,7 +111,7 @@ def _apply(instruction: Instruction, image: Image) -> None:
             pass
 
 
-def _assignments(instruction: Instruction, image: Image) -> dict[str, str]:
+def _assignments(instruction: Instruction, image: SandboxImage) -> dict[str, str]:
     first, _, rest = instruction.value.partition(" ")
     if "=" not in first:  # the old form: ENV NAME the whole rest
         return {first: _expand(rest.strip(), image)}
@@ -119,7 +119,7 @@ def _assignments(instruction: Instruction, image: Image) -> dict[str, str]:
     return {name: _expand(value, image) for name, _, value in pairs}
 
 
-def _copies(instruction: Instruction, image: Image) -> Iterator[Entry]:
+def _copies(instruction: Instruction, image: SandboxImage) -> Iterator[Entry]:
     flags, sources, target = _copy_words(instruction, image)
     if "--from" in flags:
         raise instruction.error("a sandbox cannot copy from other images or stages")
@@ -135,7 +135,7 @@ def _copies(instruction: Instruction, image: Image) -> Iterator[Entry]:
                 yield Entry(source=path, target=str(place / path.name if into_folder else place), mode=mode)
 
 
-def _copy_words(instruction: Instruction, image: Image) -> tuple[dict[str, str], list[str], str]:
+def _copy_words(instruction: Instruction, image: SandboxImage) -> tuple[dict[str, str], list[str], str]:
     value = instruction.value
     flags: dict[str, str] = {}
     while value.startswith("--"):
@@ -149,7 +149,7 @@ def _copy_words(instruction: Instruction, image: Image) -> tuple[dict[str, str],
     return flags, sources, target
 
 
-def _matches(instruction: Instruction, image: Image, source: str) -> list[Path]:
+def _matches(instruction: Instruction, image: SandboxImage, source: str) -> list[Path]:
     """The files of the context that `source` names; none of them outside."""
     if "<<" in source or "://" in source or source.startswith("git@"):
         raise instruction.error("only files next to the Dockerfile can be copied")
@@ -177,7 +177,7 @@ def _words(instruction: Instruction) -> list[str]:
         raise instruction.error(str(error)) from None
 
 
-def _inside(image: Image, path: str) -> str:
+def _inside(image: SandboxImage, path: str) -> str:
     """Absolute, `..` resolved."""
     parts: list[str] = []
     for part in PurePosixPath("/", image.workdir, path).parts[1:]:
@@ -185,7 +185,7 @@ def _inside(image: Image, path: str) -> str:
     return "/" + "/".join(parts)
 
 
-def _expand(text: str, image: Image) -> str:
+def _expand(text: str, image: SandboxImage) -> str:
     values = image.args | image.env
 
     def replace(match: re.Match[str]) -> str:

@@ -17,13 +17,13 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import COMPOSE_FILE_NAME, DOCKERFILE_NAME
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.output import Output
+from dockyard.process import Output
 from dockyard.rollout.sandbox import transfer
-from dockyard.rollout.sandbox.check import Wanted, choose_mechanism
+from dockyard.rollout.sandbox.check import SandboxSetting, choose_mechanism
 from dockyard.rollout.sandbox.client import Command, Sandbox, SandboxStartError
-from dockyard.rollout.sandbox.dockerfile import DockerfileError, Image, read_image
-from dockyard.rollout.sandbox.errands import ErrandError
-from dockyard.rollout.sandbox.launch import Limits, is_below
+from dockyard.rollout.sandbox.dockerfile import DockerfileError, SandboxImage, read_image
+from dockyard.rollout.sandbox.file_ops import ErrandError
+from dockyard.rollout.sandbox.launch import SandboxLimits, is_below
 from dockyard.rollout.sandbox.transfer import Entry, Stream
 from dockyard.rollout.verifier import ABOVE_TESTS
 
@@ -52,15 +52,15 @@ class SandboxEnvironment(BaseEnvironment):
         *args: Any,
         network: bool = False,
         max_processes: int = 256,
-        mechanism: Wanted = "auto",
+        mechanism: SandboxSetting = "auto",
         **kwargs: Any,
     ) -> None:
         """`network` shares the host's network, its loopback included, with tasks whose policy is public."""
         self._wants_network = network
-        self._mechanism: Wanted = mechanism
+        self._mechanism: SandboxSetting = mechanism
         self._max_processes = max_processes
         self._sandbox: Sandbox | None = None
-        self._image = Image(context=Path())
+        self._image = SandboxImage(context=Path())
         super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
     @staticmethod
@@ -171,16 +171,18 @@ class SandboxEnvironment(BaseEnvironment):
         return (self._effective_storage_mb or DEFAULT_STORAGE_MB) << 20
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> SandboxLimits:
         memory_bytes = (self._effective_memory_mb or DEFAULT_MEMORY_MB) << 20
-        return Limits(storage_bytes=self._storage_bytes, memory_bytes=memory_bytes, max_processes=self._max_processes)
+        return SandboxLimits(
+            storage_bytes=self._storage_bytes, memory_bytes=memory_bytes, max_processes=self._max_processes
+        )
 
-    def _read_image(self) -> Image:
+    def _read_image(self) -> SandboxImage:
         dockerfile = self.environment_dir / DOCKERFILE_NAME
         try:
             if (self.environment_dir / COMPOSE_FILE_NAME).exists():
                 raise DockerfileError(f"its `{COMPOSE_FILE_NAME}` needs containers")
-            return read_image(dockerfile) if dockerfile.exists() else Image(context=self.environment_dir)
+            return read_image(dockerfile) if dockerfile.exists() else SandboxImage(context=self.environment_dir)
         except DockerfileError as error:
             message = f'`{self.environment_name}` cannot run in a sandbox: {error}. Use `environment.type = "docker"`'
             raise SandboxBuildFailedError(message) from None

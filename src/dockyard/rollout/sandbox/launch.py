@@ -51,7 +51,7 @@ _starts = count(secrets.randbelow(1 << 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class SandboxLaunch:
     """How to start one sandbox: the arguments of `subprocess` by their own names."""
 
     args: tuple[str, ...]
@@ -63,7 +63,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What a sandbox may use in all."""
 
     storage_bytes: int

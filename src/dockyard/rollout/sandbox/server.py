@@ -17,7 +17,7 @@ import select
 import sys
 from _collections_abc import Callable
 
-from dockyard.rollout.sandbox.errands import ERRANDS
+from dockyard.rollout.sandbox.file_ops import ERRANDS
 
 LIBC = _ctypes.dlopen(None, 0)  # pyright: ignore[reportArgumentType]
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36

@@ -39,16 +39,16 @@ AF_UNIX = 1
 EPERM, EAGAIN, EACCES, EFAULT = 1, 11, 13, 14
 MASK = (1 << 64) - 1
 
-type Arguments = tuple[tuple[int, int | None], ...]
+type PathArguments = tuple[tuple[int, int | None], ...]
 LINK_TARGET = -1
 """Instead of a folder: only an absolute path is elsewhere. A relative one begins where the link will be."""
-FIRST: Arguments = ((0, None),)
-SECOND: Arguments = ((1, None),)
-BOTH: Arguments = ((0, None), (1, None))
-AT: Arguments = ((1, 0),)
-BOTH_AT: Arguments = ((1, 0), (3, 2))
-SYMLINK: Arguments = ((0, LINK_TARGET), (1, None))
-SYMLINK_AT: Arguments = ((0, LINK_TARGET), (2, 1))
+FIRST: PathArguments = ((0, None),)
+SECOND: PathArguments = ((1, None),)
+BOTH: PathArguments = ((0, None), (1, None))
+AT: PathArguments = ((1, 0),)
+BOTH_AT: PathArguments = ((1, 0), (3, 2))
+SYMLINK: PathArguments = ((0, LINK_TARGET), (1, None))
+SYMLINK_AT: PathArguments = ((0, LINK_TARGET), (2, 1))
 PLAIN = (
     # open stat lstat access truncate chdir mkdir rmdir creat unlink mknod statfs
     dict.fromkeys((2, 4, 6, 21, 76, 80, 83, 84, 85, 87, 133, 137), FIRST)
@@ -222,7 +222,7 @@ class Tracer:
         self._set(pid, registers, {ORIG_RAX: MASK, RAX: result & MASK})
         self._request(CONT, pid)
 
-    def _send_elsewhere(self, pid: int, registers: list[int], arguments: Arguments) -> None:
+    def _send_elsewhere(self, pid: int, registers: list[int], arguments: PathArguments) -> None:
         """Replace the paths among the arguments of a call by their names outside, as long as it runs."""
         changed: dict[int, bytes] = {}
         for argument, folder in arguments:
@@ -313,7 +313,7 @@ class Tracer:
         if inside != path and self._write(pid, buffer, inside + b"\0" * has_end):
             self._set(pid, list(self._registers), {RAX: len(inside) + has_end})
 
-    def _read_link(self, pid: int, registers: list[int], arguments: Arguments, buffer: int, size: int) -> None:
+    def _read_link(self, pid: int, registers: list[int], arguments: PathArguments, buffer: int, size: int) -> None:
         """By the tracer: the name outside may be too long for the buffer. Links in /proc are others for everyone."""
         [(argument, folder)] = arguments
         path = self._string(pid, registers[ARGS[argument]])

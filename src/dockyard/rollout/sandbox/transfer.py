@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dockyard.rollout.sandbox import errands
+from dockyard.rollout.sandbox import file_ops
 
 PATH_MAX = 4096
 SPARE_BYTES = 1 << 14
@@ -39,13 +39,13 @@ class Stream:
 
     def finish(self) -> "Stream":
         """For the sandbox to read. Nobody can change it any more."""
-        errands.append_end(self.fd)
+        file_ops.append_end(self.fd)
         return self._seal(fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
 
-    def records(self) -> Iterator[errands.Record]:
+    def records(self) -> Iterator[file_ops.FileRecord]:
         """Whose contents can be read until the next is asked for."""
         os.lseek(self.fd, 0, os.SEEK_SET)
-        while record := errands.next_record(self.fd):
+        while record := file_ops.next_record(self.fd):
             end = os.lseek(self.fd, 0, os.SEEK_CUR) + record.size
             yield record
             os.lseek(self.fd, end, os.SEEK_SET)
@@ -108,12 +108,12 @@ def pack_file(source: Path) -> Stream:
 def _append(stream: Stream, source: Path, name: str, mode: int | None) -> None:
     info = source.lstat()
     if stat.S_ISDIR(info.st_mode):
-        errands.append(stream.fd, errands.FOLDER, name, _permissions(info, mode), info.st_mtime_ns)
+        file_ops.append(stream.fd, file_ops.FOLDER, name, _permissions(info, mode), info.st_mtime_ns)
         for child in sorted(source.iterdir()):
             _append(stream, child, f"{name}/{child.name}", mode)
     elif stat.S_ISLNK(info.st_mode):
         target = os.fsencode(source.readlink())
-        errands.append(stream.fd, errands.LINK, name, 0, info.st_mtime_ns, content=target)
+        file_ops.append(stream.fd, file_ops.LINK, name, 0, info.st_mtime_ns, content=target)
     elif stat.S_ISREG(info.st_mode):
         _append_file(stream, source, name, mode)
 
@@ -121,7 +121,7 @@ def _append(stream: Stream, source: Path, name: str, mode: int | None) -> None:
 def _append_file(stream: Stream, source: Path, name: str, mode: int | None) -> None:
     with source.open("rb", buffering=0) as file:
         info = os.fstat(file.fileno())
-        errands.append_file(stream.fd, name, _permissions(info, mode), info.st_mtime_ns, file.fileno())
+        file_ops.append_file(stream.fd, name, _permissions(info, mode), info.st_mtime_ns, file.fileno())
 
 
 def _permissions(info: os.stat_result, mode: int | None) -> int:
@@ -137,9 +137,9 @@ def unpack_records(stream: Stream, target: Path) -> None:
         if not set(record.name.split("/")).isdisjoint(("", ".", "..")) or "\0" in record.name:
             raise RuntimeError(f"`{record.name}` is no name for a download")
         path = target / record.name
-        if record.kind == errands.FOLDER:
+        if record.kind == file_ops.FOLDER:
             path.mkdir(parents=True, exist_ok=True)
-        elif record.kind == errands.FILE:
+        elif record.kind == file_ops.FILE:
             _save(stream, record, path)
             path.chmod(_safe_permissions(record.mode))
             os.utime(path, ns=(record.changed_ns, record.changed_ns))
@@ -151,10 +151,10 @@ def unpack_record(stream: Stream, target: Path) -> None:
         _save(stream, record, target)
 
 
-def _save(stream: Stream, record: errands.Record, target: Path) -> None:
+def _save(stream: Stream, record: file_ops.FileRecord, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb", buffering=0) as file:
-        if errands.copy(stream.fd, file.fileno(), record.size) != record.size:
+        if file_ops.copy(stream.fd, file.fileno(), record.size) != record.size:
             raise RuntimeError(f"`{record.name}` was cut off")
 
 

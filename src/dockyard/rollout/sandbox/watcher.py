@@ -15,7 +15,7 @@ import select
 import sys
 import time
 
-from dockyard.rollout.sandbox import errands, landlock, seccomp, server
+from dockyard.rollout.sandbox import file_ops, landlock, seccomp, server
 from dockyard.rollout.sandbox.paths import Paths
 from dockyard.rollout.sandbox.tracer import Tracer
 
@@ -77,7 +77,7 @@ def main(settings: Settings, server_socket: int) -> None:
         os.write(2, f"{error}\n".encode())
     finally:
         if os.path.isdir(settings.folder):
-            errands.empty(settings.folder)
+            file_ops.empty(settings.folder)
             os.rmdir(settings.folder)
 
 
@@ -188,7 +188,7 @@ def used_bytes(folder: str, enough: int) -> int:
             except OSError:  # removed meanwhile
                 continue
             total += info.st_blocks * BLOCK_BYTES + ENTRY_BYTES
-            if errands.is_folder(info):
+            if file_ops.is_folder(info):
                 pending.append(path)
     return total
 

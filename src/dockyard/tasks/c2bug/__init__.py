@@ -13,12 +13,11 @@ from pathlib import Path
 from dockyard.errors import DockyardError
 from dockyard.tasks.c2bug.prepare import prepare
 from dockyard.tasks.c2bug.schema import Bug, RowError, check_patches, match_layout, read_bug
-from dockyard.tasks.c2bug.task import task_files, task_name
-from dockyard.tasks.c2bug.template import read_template
-from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, Written, check_out, put_task
+from dockyard.tasks.c2bug.task import read_template, task_files, task_name
+from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, WrittenTasks, check_out, put_task
 from dockyard.tasks.repository import GitError, Repositories, Repository
-from dockyard.tasks.rows import Row, Rows, choose_rows, read_rows
-from dockyard.tasks.select import Selection
+from dockyard.tasks.rows import DatasetRow, Rows, choose_rows, read_rows
+from dockyard.tasks.split import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def write_c2bug_tasks(
     repositories: Path | None = None,
     template: Path | None = None,
     image: str | None = None,
-) -> Written:
+) -> WrittenTasks:
     """Write a task folder for each chosen row.
 
     `repositories` holds local checkouts or bundles, `template` four files instead of ours; `image` is for every task.
@@ -48,7 +47,7 @@ def write_c2bug_tasks(
     columns = match_layout(rows.columns, mapping or {}, dataset) if rows.rows else {}
     check_patches(rows.rows, columns, mapping or {}, rows.columns)
     selection = selection or Selection()
-    written = Written(folder, skipped=[*rows.skipped], limit=selection.limit)
+    written = WrittenTasks(folder, skipped=[*rows.skipped], limit=selection.limit)
     named = _named(rows, columns, written)
     chosen = choose_rows(named, columns, selection, written, rows.source) if named else []
     with tempfile.TemporaryDirectory(prefix="dockyard-c2bug-") as work:
@@ -60,9 +59,9 @@ def write_c2bug_tasks(
     return written
 
 
-def _named(rows: Rows, columns: Mapping[str, str], written: Written) -> list[Row]:
+def _named(rows: Rows, columns: Mapping[str, str], written: WrittenTasks) -> list[DatasetRow]:
     """Those that can be chosen: they have a repository, and a name that was not there before."""
-    named: dict[str, Row] = {}
+    named: dict[str, DatasetRow] = {}
     for row in rows.rows:
         identity, repo = (row.values.get(columns[name]) for name in ("instance_id", "repo"))
         name = task_name(str(identity or ""))
@@ -105,7 +104,7 @@ class _Writer:
         return file
 
 
-def _write(row: Row, columns: Mapping[str, str], writer: _Writer, written: Written) -> None:
+def _write(row: DatasetRow, columns: Mapping[str, str], writer: _Writer, written: WrittenTasks) -> None:
     try:
         name = writer.write(read_bug(row, columns))
     except (RowError, GitError, OccupiedError, ValueError) as error:  # text that is no UTF-8 or holds a NUL

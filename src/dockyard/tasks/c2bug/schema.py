@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dockyard.errors import UsageError
-from dockyard.tasks.columns import Column, match_columns, unknown_layout
-from dockyard.tasks.rows import Row, read_list
+from dockyard.tasks.rows import Column, DatasetRow, match_columns, read_list, unknown_layout
 
 _BASE = Column(
     name="base_commit",
@@ -147,7 +146,7 @@ def _what_patch_is(found: Collection[str], where: str) -> str:
 
 
 def check_patches(
-    rows: Iterable[Row], columns: Mapping[str, str], mapping: Mapping[str, str], found: Collection[str]
+    rows: Iterable[DatasetRow], columns: Mapping[str, str], mapping: Mapping[str, str], found: Collection[str]
 ) -> None:
     """A `patch` beside the patches that were found must say what one of them says, or be spoken of by the user."""
     theirs = [columns[name] for name in ("bug_patch", "gold_patch") if name in columns]
@@ -163,7 +162,7 @@ def check_patches(
             )
 
 
-def read_bug(row: Row, columns: Mapping[str, str]) -> Bug:
+def read_bug(row: DatasetRow, columns: Mapping[str, str]) -> Bug:
     """What a row says; an error names the column that cannot be read."""
     cells = {ours: row.values.get(theirs) for ours, theirs in columns.items()}
     texts = {name: _text(cells.get(name), columns.get(name, name)) for name in _TEXTS}

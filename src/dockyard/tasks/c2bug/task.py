@@ -1,13 +1,55 @@
-"""The files of one task."""
+"""Write the files of one task. Users may replace four of them by templates with `{{ name }}` placeholders."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from dockyard.tasks.c2bug.prepare import Prepared
+from dockyard.errors import UsageError
+from dockyard.tasks.c2bug.prepare import PreparedBug
 from dockyard.tasks.c2bug.schema import Bug, RowError
-from dockyard.tasks.c2bug.template import fill
+
+TEMPLATE = Path(__file__).parent / "template"
+FILES = ("Dockerfile", "instruction.md", "task.toml", "test.sh")
+_PLACE = re.compile(r"\{\{ *(\w+) *\}\}")
+_DELETE = "\x7f"
+
+
+def read_template(folder: Path | None) -> dict[str, str]:
+    """The files' texts by name."""
+    folder = folder or TEMPLATE
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"the template `{folder}` has no `{missing[0]}`",
+            hint=f"it needs {', '.join(FILES)}: `cp -rL examples/harbor/c2bug_template DIR`, and change them",
+        )
+    return {name: (folder / name).read_text() for name in FILES}
+
+
+def fill(template: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Each file with its values: as strings in TOML, as words in shell, as they are elsewhere."""
+    return {name: _fill(name, text, values) for name, text in template.items()}
+
+
+def _fill(name: str, text: str, values: Mapping[str, str]) -> str:
+    quote = _quote_for(name)
+
+    def value(place: re.Match[str]) -> str:
+        if place[1] not in values:
+            known = ", ".join(f"`{each}`" for each in values)
+            raise UsageError(f"`{name}` of the template asks for `{place[1]}`", hint=f"there are {known}")
+        return quote(values[place[1]])
+
+    return _PLACE.sub(value, text)
+
+
+def _quote_for(name: str) -> Callable[[str], str]:
+    if name.endswith(".toml"):
+        return lambda value: json.dumps(value, ensure_ascii=False).replace(_DELETE, "\\u007f")
+    return shlex.quote if name.endswith(".sh") else str
+
 
 DEFAULT_IMAGE = "python:3.12"
 DEFAULT_INSTALL = "python -m pip install --editable . pytest"
@@ -25,7 +67,7 @@ def task_name(instance_id: str) -> str:
 
 
 def task_files(
-    bug: Bug, prepared: Prepared, repository: Path, template: Mapping[str, str], image: str | None
+    bug: Bug, prepared: PreparedBug, repository: Path, template: Mapping[str, str], image: str | None
 ) -> dict[str, str | bytes | Path]:
     """By their path in the task's folder. `repository` is the archive of the code before the bug."""
     workdir = _plain(bug.workdir or DEFAULT_WORKDIR, "workdir")
@@ -55,7 +97,7 @@ def task_files(
     }
 
 
-def _tests(bug: Bug, prepared: Prepared) -> dict[str, str | bytes | Path]:
+def _tests(bug: Bug, prepared: PreparedBug) -> dict[str, str | bytes | Path]:
     must_pass = list(dict.fromkeys((*bug.fail_to_pass, *bug.pass_to_pass)))
     named = {"tests/tests.json": json.dumps(must_pass, indent=1)} if must_pass else {}  # else the exit status counts
     return {

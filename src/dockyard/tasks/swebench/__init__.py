@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from dockyard.tasks.folder import OccupiedError, Skipped, Written, check_out, put_task
-from dockyard.tasks.rows import Row, choose_rows, read_rows
-from dockyard.tasks.select import Selection
-from dockyard.tasks.swebench.columns import DEFAULT_DATASET, match
+from dockyard.tasks.folder import OccupiedError, Skipped, WrittenTasks, check_out, put_task
+from dockyard.tasks.rows import DatasetRow, choose_rows, read_rows
+from dockyard.tasks.split import Selection
 from dockyard.tasks.swebench.harness import TEMPLATE, Harness, find_harness
-from dockyard.tasks.swebench.instance import Instance, UnusableRowError, read_instance
+from dockyard.tasks.swebench.instance import DEFAULT_DATASET, Instance, UnusableRowError, match, read_instance
 
 __all__ = ["DEFAULT_DATASET", "write_swebench_tasks"]
 
@@ -27,14 +26,14 @@ def write_swebench_tasks(
     selection: Selection | None = None,
     mapping: Mapping[str, str] | None = None,
     split: str | None = None,
-) -> Written:
+) -> WrittenTasks:
     """A task folder for each chosen row. `split` is `test` for a dataset of the Hub, and every row of local files."""
     check_out(folder)
     harness = find_harness()
     selection = selection or Selection()
     is_local = Path(dataset).expanduser().exists()
     rows = read_rows(dataset, split=split or (None if is_local else _HUB_SPLIT))
-    written = Written(folder, skipped=list(rows.skipped), limit=selection.limit)
+    written = WrittenTasks(folder, skipped=list(rows.skipped), limit=selection.limit)
     if not rows.rows:
         return written
     names = match(rows.columns, mapping or {}, dataset)
@@ -45,7 +44,7 @@ def write_swebench_tasks(
     return written
 
 
-def _write_row(row: Row, names: Mapping[str, str], harness: Harness, written: Written) -> None:
+def _write_row(row: DatasetRow, names: Mapping[str, str], harness: Harness, written: WrittenTasks) -> None:
     try:
         instance = read_instance(row, names, harness)
         if instance.instance_id in written.names:

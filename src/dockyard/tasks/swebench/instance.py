@@ -1,16 +1,17 @@
-"""A row of SWE-bench, checked."""
+"""Read and validate one row of SWE-bench: its columns, its checks and the script that runs its tests."""
 
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from string import Template
 from typing import Any, cast
 
 from dockyard.tasks.folder import LONGEST_NAME
-from dockyard.tasks.rows import Row, read_list
+from dockyard.tasks.rows import Column, DatasetRow, match_columns, read_list, unknown_layout
 from dockyard.tasks.swebench.harness import Harness
-from dockyard.tasks.swebench.script import eval_script
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,7 +42,7 @@ def public_image(instance_id: str) -> str:
     return f"swebench/sweb.eval.x86_64.{instance_id.lower().replace('__', '_1776_')}:latest"
 
 
-def read_instance(row: Row, names: Mapping[str, str], harness: Harness) -> Instance:
+def read_instance(row: DatasetRow, names: Mapping[str, str], harness: Harness) -> Instance:
     """The row's values under our names. The first thing that is wrong with it is the reason it is not used."""
     cells = _Cells(row, names)
     instance_id = cells.word("instance_id", _NAME)
@@ -77,7 +78,7 @@ def read_instance(row: Row, names: Mapping[str, str], harness: Harness) -> Insta
 class _Cells:
     """A row's values by our names; what is wrong with one is said by theirs."""
 
-    row: Row
+    row: DatasetRow
     names: Mapping[str, str]
 
     def get(self, name: str) -> Any:
@@ -159,3 +160,76 @@ def _assets(value: Any) -> bool:
         except (ValueError, RecursionError):
             return bool(value.strip())
     return isinstance(value, dict) and any(cast("dict[str, Any]", value).values())
+
+
+DEFAULT_DATASET = "SWE-bench/SWE-bench_Verified"
+
+_EVAL_SCRIPT = Column(
+    name="eval_script",
+    about=f"the script that runs the tests, as in `{DEFAULT_DATASET}`; or `test_cmd` in its place",
+    needed=False,
+)
+_PARSER = Column(name="log_parser", about="which of SWE-bench's parsers reads the tests' output", needed=False)
+COLUMNS = (
+    Column(name="instance_id", about="the task's name, such as `django__django-11099`"),
+    Column(name="repo", about="the repository, as `owner/name`"),
+    Column(name="base_commit", about="the commit that the image holds"),
+    Column(name="problem_statement", about="the issue"),
+    Column(name="patch", about="the change that resolves it", aliases=("gold_patch",)),
+    Column(name="test_patch", about="the tests that come with it"),
+    Column(name="FAIL_TO_PASS", about="tests that it mends, a list or its JSON", aliases=("fail_to_pass",)),
+    Column(name="PASS_TO_PASS", about="tests that it must not break", aliases=("pass_to_pass",)),
+    _EVAL_SCRIPT,
+    Column(name="test_cmd", about="the whole command that runs the tests", aliases=("test_command",), needed=False),
+    _PARSER,
+    Column(name="eval_type", about="whether passing tests are in the output, or failing ones only", needed=False),
+    Column(name="image", about="the image with the repository", aliases=("image_name", "docker_image"), needed=False),
+    Column(name="version", about="of the repository", needed=False),
+    Column(name="image_assets", about="files that a patch cannot carry", needed=False),
+)
+
+
+def match(found: Collection[str], mapping: Mapping[str, str], where: str) -> dict[str, str]:
+    """Our names to theirs. How to run the tests and how to read them must be said: neither is guessed."""
+    names = match_columns(COLUMNS, found, mapping, where)
+    missing = [] if {"eval_script", "test_cmd"} & names.keys() else [_EVAL_SCRIPT]
+    missing += [] if "log_parser" in names else [_PARSER]
+    if missing:
+        raise unknown_layout(COLUMNS, found, missing, where)
+    return names
+
+
+# `cut` takes the path from git's `added<tab>deleted<tab>path`. A file that the commit lacks is new in the patch.
+_SCRIPT = Template("""\
+#!/bin/bash
+set -uxo pipefail
+if [ -f /opt/miniconda3/bin/activate ]; then
+    source /opt/miniconda3/bin/activate testbed
+fi
+cd /testbed
+git config --global --add safe.directory /testbed
+tests=$$(mktemp)
+cat >"$$tests" <<'$end'
+$test_patch
+$end
+git apply --numstat -z "$$tests" | cut -z -f 3 | while IFS= read -r -d '' file; do
+    git checkout $base_commit -- "$$file" || rm -rf "$$file"
+done
+git apply --verbose "$$tests"
+: '$begin_mark'
+$test_cmd
+: '$end_mark'
+""")
+
+
+def eval_script(*, base_commit: str, test_patch: str, test_cmd: str, markers: tuple[str, ...]) -> str:
+    """Put the test files back as they were at the commit, apply the test patch, run the tests between the markers."""
+    begin_mark, end_mark = markers
+    return _SCRIPT.substitute(
+        base_commit=base_commit,
+        test_patch=test_patch.removesuffix("\n"),
+        test_cmd=test_cmd.strip("\n"),
+        begin_mark=begin_mark,
+        end_mark=end_mark,
+        end=f"EOF_{blake2b(test_patch.encode(), digest_size=8).hexdigest()}",
+    )

@@ -1,10 +1,12 @@
-"""A Harbor trial as verifiers' harness: an agent of any dialect works through our gateway, which asks verifiers.
+"""A Harbor trial as a verifiers harness: an agent of any dialect talks to our gateway, which asks verifiers' endpoint.
 
-Tokens, logprobs and weights are verifiers' business, and on its trace. Whose fault a failed rollout is, is ours: what
-the policy can have caused keeps its reward or gets 0; anything else makes an errored trace, which nobody trains on.
+Tokens, logprobs and weights are verifiers' business, and stored on its trace. Blame is ours: what the policy can have
+caused keeps its reward or gets 0; anything else makes an errored trace, which is not trained on.
 """
 
-from dataclasses import replace
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -14,17 +16,62 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
-from dockyard.backends.prime_rl.plugin.endpoint import Interception, intercepted
 from dockyard.backends.prime_rl.plugin.taskset import PLUGIN, HarborTaskData
 from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
-from dockyard.collect import NoModel, check_run, open_runner
+from dockyard.collect.open import NoModel, check_run, open_runner
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
-from dockyard.errors import UsageError
+from dockyard.engine.http import ModelServer
+from dockyard.engine.openai import TextEndpoint
+from dockyard.errors import EngineError, UsageError
+from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.protocol import RefusedError
+from dockyard.gateway.sessions import Sampling
+from dockyard.gateway.text_session import Recall, TextSession
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.run_dir import settings_file, trials_folder
-from dockyard.settings import load_run_config
-from dockyard.tasks import load_tasks
-from dockyard.types import Rollout, Task
+from dockyard.run_dir.run import settings_file, trials_folder
+from dockyard.settings.load import load_run_config
+from dockyard.tasks.sources import load_tasks
+from dockyard.types import Json, Rollout, Task
+
+_OVERFLOW = "context_length"
+"""What verifiers calls the end of a rollout whose prompt does not fit any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interception:
+    """Implements `TextSource` for one rollout."""
+
+    endpoint: TextEndpoint
+    trace: vf.Trace
+
+    @property
+    def down_s(self) -> float:
+        return self.endpoint.down_s
+
+    async def chat(self, body: Json) -> Json:
+        try:
+            return await self.endpoint.chat(body)
+        except EngineError as error:
+            stopped = self.trace.stop_condition
+            if stopped is None or stopped == _OVERFLOW:  # the session knows an overflow by its words
+                raise
+            # A limit of verifiers', which the policy has reached: no failure of the engine.
+            raise RefusedError(403, "calls_limit_reached", f"verifiers ended this rollout: {stopped}") from error
+
+    def open_session(self, label: str, sampling: Sampling, limits: SessionLimits) -> TextSession:
+        """verifiers knows a history by its messages, so that it gets its own turns back word for word."""
+        return TextSession(label, sampling, limits, self, Recall())
+
+
+@asynccontextmanager
+async def intercepted(url: str, secret: str, trace: vf.Trace, *, retry_s: float) -> AsyncGenerator[Interception]:
+    """The endpoint of one rollout. An engine that fails for longer than `retry_s` has failed."""
+    server = ModelServer(url, api_key=secret, retry_s=retry_s)
+    try:
+        yield Interception(TextEndpoint(server, "policy"), trace)  # verifiers puts the true name there
+    finally:
+        await server.close()
+
 
 _MARGIN_S = 60.0
 """Before verifiers' own limit on a rollout: it drops what it cuts, so that ours, which gives 0, must come first."""

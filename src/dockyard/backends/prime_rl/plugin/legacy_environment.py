@@ -17,11 +17,11 @@ import verifiers.legacy as vf
 from datasets import Dataset
 
 from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
-from dockyard.collect import check_run, open_runner
+from dockyard.collect.open import check_run, open_runner
 from dockyard.collect.policy import find, opened
 from dockyard.config import RunConfig
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.tasks import load_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Segment
 
 

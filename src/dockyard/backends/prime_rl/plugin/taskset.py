@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 
-from dockyard.backends.task_list import read_task_list
+from dockyard.backends.launch import read_task_list
 from dockyard.errors import UsageError
-from dockyard.tasks import load_tasks
+from dockyard.tasks.sources import load_tasks
 from dockyard.types import Task
 
 PLUGIN = "harbor_env"

@@ -1,0 +1,142 @@
+"""What becomes of each setting under Prime-RL: what carries it there (`rollouts`: our plug-in), or why nothing does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dockyard.backends.launch import Carried, Ignored, Support
+from dockyard.config import RunConfig
+
+_CARRIED = {
+    "run_dir": "output_dir",
+    "steps": "max_steps",
+    "seed": "inference.vllm.seed, and the choice of tasks",
+    "model.name": "model.name",
+    "tasks.heldout": "orchestrator.eval.source",
+    "tasks.heldout_share": "orchestrator.eval.source",
+    "tasks.num_heldout": "orchestrator.eval.source",
+    "tasks.passes": "max_steps",
+    "sampling.temperature": "orchestrator.train.sampling.temperature",
+    "sampling.eval_temperature": "orchestrator.eval.sampling.temperature",
+    "sampling.max_new_tokens": "orchestrator.train.sampling.max_completion_tokens, and the same of eval",
+    "engine.context_length": "seq_len, inference.vllm.max_model_len",
+    "rollout.concurrency": "orchestrator.concurrency.max_inflight",
+    "rollout.retries": "env.agent.retries.max_retries of each source",
+    "rollout.max_staleness": "orchestrator.max_off_policy_steps",
+    "grpo.group_size": "orchestrator.group_size",
+    "grpo.tasks_per_step": "orchestrator.batch_size",
+    "trainer.lr": "trainer.optim.lr",
+    "trainer.warmup_steps": "trainer.scheduler.warmup_steps",
+    "trainer.schedule": "trainer.scheduler",
+    "trainer.adam_beta2": "trainer.optim.betas2",
+    "trainer.weight_decay": "trainer.optim.weight_decay",
+    "trainer.max_grad_norm": "trainer.optim.max_norm",
+    "trainer.lora_r": "trainer.model.lora.rank",
+    "trainer.lora_alpha": "trainer.model.lora.alpha",
+    "trainer.save_every": "ckpt.interval",
+    "eval.samples": "orchestrator.eval.group_size",
+    "eval.every": "orchestrator.eval.interval",
+}
+_BY_ROLLOUTS = (
+    *("tasks.train", "tasks.dataset", "tasks.registry", "tasks.split", "tasks.map", "tasks.repositories"),
+    *("tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
+    *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
+    *("environment.type", "environment.sandbox", "environment.network", "environment.cpus", "environment.memory_mb"),
+    *("environment.storage_mb", "environment.seal", "environment.kwargs"),
+    *("engine.retry_s", "gateway.max_calls", "gateway.max_sampled_tokens", "gateway.max_concurrency", "gateway.tunnel"),
+    *("rollout.build_timeout_s", "rollout.setup_timeout_s", "rollout.agent_timeout_s"),
+    *("rollout.verifier_timeout_s", "rollout.total_timeout_s"),
+)
+_OWN_ENGINE = "it starts vLLM itself"
+_OWN_CLIPPING = (
+    "its loss leaves out tokens by how far their probability moved, not by a ratio; "
+    "`prime_rl.options.trainer.loss.dppo_mask_low` and `dppo_mask_high` are its bounds"
+)
+_OWN_GATEWAYS = "each of its processes opens a gateway of its own, on a free port"
+_OWN_ALGORITHM = "its advantages and its loss are its own; `prime_rl.options.orchestrator.algo` chooses among them"
+_OWN_TRACKERS = "it has monitors of its own; `prime_rl.options.monitors.wandb` is one"
+_IGNORED = {
+    **{
+        f"grpo.{name}": _OWN_ALGORITHM
+        for name in (
+            *("algorithm", "advantage", "aggregation", "constant_length", "ratio", "correction", "correction_cap"),
+            *("kl_type", "zero_variance", "overlong", "overlong_length", "overlong_buffer"),
+        )
+    },
+    "grpo.dynamic_sampling": "it leaves out groups without a difference by itself, and samples on",
+    "grpo.max_tries": "it leaves out groups without a difference by itself, and samples on",
+    "trainer.compile": "`prime_rl.options.trainer.model.compile` is its own",
+    "trainer.offload": "`prime_rl.options.trainer.model.ac_offloading` is its own",
+    "trainer.max_skipped_steps": "it has no such limit",
+    "trainer.keep_last": "`prime_rl.options.ckpt.keep_last` is its own",
+    "trainer.keep_best": "it does not compare checkpoints",
+    "tracker.wandb": _OWN_TRACKERS,
+    "tracker.tensorboard": _OWN_TRACKERS,
+    "tracker.trackio": _OWN_TRACKERS,
+    "engine.type": _OWN_ENGINE,
+    "engine.url": _OWN_ENGINE,
+    "engine.model": _OWN_ENGINE,
+    "engine.api_key_env": _OWN_ENGINE,
+    "engine.launch": _OWN_ENGINE,
+    "engine.command": _OWN_ENGINE,
+    "engine.memory_share": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.args": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm` takes vLLM's options",
+    "engine.max_batch": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.max_num_seqs` is vLLM's",
+    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.deterministic": _OWN_ENGINE,
+    "gateway.port": _OWN_GATEWAYS,
+    "gateway.public_url": f"{_OWN_GATEWAYS}; `gateway.tunnel` opens one for each",
+    "rollout.max_lost_share": "it has a rule of its own: it stops after several batches without anything to train on",
+    "grpo.clip_low": _OWN_CLIPPING,
+    "grpo.clip_high": _OWN_CLIPPING,
+    "trainer.micro_batch_tokens": "it packs sequences up to `engine.context_length`",
+}
+_WORKERS = "each of several workers would have that many; `--prime_rl.num_workers 1` has one"
+
+
+@dataclass(frozen=True, slots=True)
+class _Perhaps:
+    """A setting that is heeded by some values, its own or another setting's, and ignored by others."""
+
+    heeded: Callable[[RunConfig], bool]
+    by: str
+    why: str
+    """It is ignored otherwise."""
+
+
+_DEPENDS = {
+    "model.dtype": _Perhaps(
+        lambda config: config.model.dtype != "float32", "bfloat16, in which it computes", "it computes in bfloat16"
+    ),
+    "trainer.method": _Perhaps(
+        lambda config: config.trainer.method == "lora", "trainer.model.lora", "it trains LoRA adapters here"
+    ),
+    "model.device": _Perhaps(lambda config: config.model.device != "cpu", "GPUs", "it needs GPUs"),
+    "tasks.source": _Perhaps(
+        lambda config: config.tasks.source != "recorded", "rollouts", "it learns from rollouts of its own"
+    ),
+    "grpo.kl_coef": _Perhaps(
+        lambda config: config.grpo.kl_coef == 0,
+        "no penalty against the base model, which it has none of",
+        "it has no reference model; `prime_rl.options.trainer.loss.kl_tau` is against the weights that sampled",
+    ),
+    **{
+        f"rollout.{name}": _Perhaps(lambda config: config.prime_rl.num_workers == 1, "rollouts", _WORKERS)
+        for name in ("max_building", "max_running", "max_verifying")
+    },
+}
+
+
+def fate(key: str, config: RunConfig) -> Support:
+    """By the setting's dotted key. Those of the section `prime_rl` are options of the launch itself."""
+    if key in _BY_ROLLOUTS:
+        return Carried("rollouts")
+    if key in _DEPENDS:
+        setting = _DEPENDS[key]
+        return Carried(setting.by) if setting.heeded(config) else Ignored(setting.why)
+    return Ignored(_IGNORED[key]) if key in _IGNORED else Carried(_CARRIED[key])
+
+
+def setting_of(key: str) -> str | None:
+    """The setting that decides a key of Prime-RL's, if one does."""
+    return next((ours for ours, theirs in _CARRIED.items() if key in theirs.replace(",", "").split()), None)

@@ -1,0 +1,259 @@
+"""Make a run's rollouts for SLiME: gateway, pool and trials, in an event loop on a thread of its own.
+
+SLiME calls a hook and waits for it to return; rollouts that were started early continue in between. The engine is the
+router in front of the SGLang servers to which SLiME gives new weights.
+"""
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dockyard.backends.launch import read_task_list
+from dockyard.backends.slime.classes import adapter_name
+from dockyard.collect.harbor_env_vars import hush
+from dockyard.collect.open import open_pool
+from dockyard.config import RunConfig
+from dockyard.engine.checks import ServerRequirements, check_logprobs
+from dockyard.engine.http import ModelServer
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.protocol import Engine
+from dockyard.engine.remote_engine import RemoteEngine, Served
+from dockyard.engine.sglang import SGLangWire
+from dockyard.errors import DockyardError, UsageError
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.rollout.pool import Order, RolloutPool, rollout_seed
+from dockyard.rollout.trial import Attempt
+from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, eval_phase, settings_file, step_phase
+from dockyard.settings.load import load_run_config
+from dockyard.tasks.order import due
+from dockyard.types import Group, Rollout, Task
+
+
+def run_folder(args: Any) -> Path:
+    """The run that `--custom-config-path` names."""
+    try:
+        return Path(args.dockyard_run)
+    except AttributeError:
+        hint = "`dockyard backend slime RUN.toml` writes that file and SLiME's arguments"
+        raise UsageError("SLiME was started without `--custom-config-path dockyard.yaml`", hint=hint) from None
+
+
+def run_config(args: Any) -> RunConfig:
+    """The settings of that run."""
+    return load_run_config(settings_file(run_folder(args)), [])
+
+
+def check_agreement(args: Any, config: RunConfig) -> None:
+    """Refuse arguments that somebody changed by hand: rollouts follow the run's settings, and SLiME would not."""
+    for option, told, setting, value in (
+        ("--rollout-batch-size", args.rollout_batch_size, "grpo.tasks_per_step", config.grpo.tasks_per_step),
+        ("--n-samples-per-prompt", args.n_samples_per_prompt, "grpo.group_size", config.grpo.group_size),
+        ("--rollout-temperature", args.rollout_temperature, "sampling.temperature", config.sampling.temperature),
+    ):
+        if told != value:
+            hint = f"change `{setting}` in the run file, and start SLiME by `dockyard backend slime`"
+            raise UsageError(f"SLiME was started with `{option} {told}`; the run's `{setting}` is {value}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKey:
+    """Rollouts with the same are made together."""
+
+    run: Path
+    router_url: str
+    model: str
+    """The folder that holds its tokenizer."""
+    context_length: int
+    num_steps: int
+    adapter: str | None = None
+    """The LoRA adapter that the engines are to sample from."""
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        """Read from SLiME's arguments, once its router is up."""
+        if args.rollout_max_context_len is None:
+            hint = "`--engine.context_length N`: the tokens of prompt and answer together"
+            raise UsageError("SLiME was started without `--rollout-max-context-len`", hint=hint)
+        return cls(
+            run=run_folder(args),
+            router_url=f"http://{args.sglang_router_ip}:{args.sglang_router_port}",
+            model=args.hf_checkpoint,
+            context_length=args.rollout_max_context_len,
+            num_steps=args.num_rollout,
+            adapter=adapter_name(args),
+        )
+
+
+_RETRY_S = 600.0
+"""Engines that died are started again by SLiME, which takes its time."""
+
+
+@asynccontextmanager
+async def open_router(post: WorkerKey) -> AsyncGenerator[Engine]:
+    """An engine that samples from the newest weights, closed with the block."""
+    server, wire = ModelServer(post.router_url, retry_s=_RETRY_S), SGLangWire(tells_versions=True, adapter=post.adapter)
+    served = Served(name=post.model, context_length=post.context_length)
+    engine = RemoteEngine(server, wire, served)
+    try:
+        wanted = ServerRequirements.of(post.model, find_model(post.model, weights=False), lora_rank=0)
+        hint = "start the engines without `SGLANG_RETURN_ORIGINAL_LOGPROB` in their environment"
+        await check_logprobs(server, wire, served, wanted, hint=hint)
+        yield engine
+    finally:
+        await engine.close()
+
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 60.0
+
+
+class RolloutWorker:
+    """At work from the first call until `close`."""
+
+    def __init__(self, post: WorkerKey) -> None:
+        hush()
+        self._post = post
+        self.run = RunDir.join(post.run)
+        self.config = self.run.config
+        self.renderer = Renderer.load(find_model(post.model, weights=False), self.config.model.name)
+        self._tasks = read_task_list(post.run)
+        self._begun: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
+        self._working: set[asyncio.Task[Any]] = set()
+        self._is_training = False
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._opened: Future[RolloutPool] = Future()
+        # A daemon: a process that ends without `close` must not wait for rollouts that nobody wants.
+        self._thread = threading.Thread(target=self._work, name="dockyard-crew", daemon=True)
+        self._thread.start()
+        self._pool = self._opened.result()
+        atexit.register(self.close)
+
+    def collect(self, step: int, *, ahead: int = 0) -> tuple[Group, ...]:
+        """The groups of a step. Those of so many steps after it are begun as well."""
+        return self._submit(self._collect(step, ahead)).result()
+
+    def evaluate(self, rollout_id: int) -> tuple[Group, ...]:
+        """The held-out tasks. SLiME gives the evaluations before and after the first step the same number."""
+        num_updates = rollout_id + 1 if self._is_training else rollout_id
+        return self._submit(self._pool.collect(self._eval_order(num_updates), _unseen)).result()
+
+    async def attempt(self, task: str, group: int, index: int, *, evaluation: bool) -> Rollout:
+        """One rollout, from any event loop. Cancelling this cancels it."""
+        return await asyncio.wrap_future(self._submit(self._attempt(task, group, index, evaluation)))
+
+    def close(self) -> None:
+        """Cancel what is under way, and wait until its environments are gone."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:  # whoever waits for the start hears of it there
+            if self._opened.done():
+                logger.exception("rollouts for SLiME ended")
+            else:
+                self._opened.set_exception(error)
+        finally:  # as the process ends, no thread can be started any more: so not by `asyncio.run`
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        async with (
+            open_router(self._post) as engine,
+            open_pool(self.config, self.run, engine, self.renderer) as pool,
+        ):
+            self._opened.set_result(pool)
+            await self._stop.wait()
+            for task in self._working:
+                task.cancel()
+            await asyncio.gather(*self._working, return_exceptions=True)
+
+    def _submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        async def working() -> T:
+            return await self._begin(work)
+
+        return asyncio.run_coroutine_threadsafe(working(), self._loop)
+
+    def _begin[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
+
+    async def _collect(self, step: int, ahead: int) -> tuple[Group, ...]:
+        self._is_training = True
+        for early in [step, *range(step + 1, min(step + ahead + 1, self._post.num_steps))]:
+            if early not in self._begun:
+                self._begun[early] = self._begin(self._pool.collect(self._order(early), _unseen))
+        return await self._begun.pop(step)
+
+    async def _attempt(self, task: str, group: int, index: int, evaluation: bool) -> Rollout:
+        self._is_training = self._is_training or not evaluation
+        sampling, phase = self.config.sampling, EVAL if evaluation else ROLLOUTS
+        attempt = Attempt(
+            name=f"{phase}-{group:03}-{index:02}",
+            task=self._named(task),
+            group=group,
+            index=index,
+            seed=rollout_seed(self.config.seed, phase, group, index),
+            temperature=sampling.eval_temperature if evaluation else sampling.temperature,
+        )
+        rollout = await self._pool.make(attempt)
+        transcript = self.renderer.transcript(rollout)
+        await asyncio.to_thread(self.run.write_rollout, phase, rollout, group=group, transcript=transcript)
+        return rollout
+
+    def _order(self, step: int) -> Order:
+        config = self.config
+        tasks = due(
+            self._tasks.train,
+            step,
+            config.grpo.tasks_per_step,
+            config.seed,
+            kind_of=lambda task: task.kind,
+            by_pass=config.counts_passes,
+        )
+        return Order(
+            phase=step_phase(step),
+            tasks=tasks,
+            group_size=config.grpo.group_size,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+            stream=step_phase(step),
+        )
+
+    def _eval_order(self, num_updates: int) -> Order:
+        if not self._tasks.heldout:
+            hint = "`--tasks.heldout DIR` names some; without `--eval-interval` SLiME evaluates nothing"
+            raise DockyardError("the run has no held-out tasks to evaluate", hint=hint)
+        return Order(
+            phase=eval_phase(num_updates),
+            tasks=self._tasks.heldout,
+            group_size=self.config.eval.samples,
+            temperature=self.config.sampling.eval_temperature,
+            seed=self.config.seed,
+            stream=eval_phase(num_updates),
+            retry_lost=True,
+        )
+
+    def _named(self, name: str) -> Task:
+        tasks = [*self._tasks.train, *self._tasks.heldout]
+        found = next((task for task in tasks if task.name == name), None)
+        if found is None:
+            hint = "`--data-source-path dockyard.backends.slime.hooks.SlimeDataSource` gives out the run's own"
+            raise DockyardError(f"the run has no task `{name}`", hint=hint)
+        return found
+
+
+def _unseen(_: Rollout) -> None:
+    """SLiME has its own display of progress."""

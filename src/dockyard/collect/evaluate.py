@@ -1,0 +1,91 @@
+"""`dockyard eval`: held-out tasks, each attempted a few times, and what that says about others like them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from dockyard import process
+from dockyard.collect.passk import Score, Scores, score_rollouts
+from dockyard.collect.run_order import PreparedRollouts, causes_text, gather, rollouts_in, tasks_of
+from dockyard.rollout.pool import Order, failure_counts
+from dockyard.run_dir.resume import SplitName
+from dockyard.run_dir.run import EVAL, RunDir
+from dockyard.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """Scores over all tasks and over each kind. Rollouts that were lost count in none of them."""
+
+    scores: Scores | None
+    """None when every rollout was lost."""
+    kinds: dict[str, Scores]
+    rollouts: int
+    lost: int
+    failures: dict[str, int]
+    split: SplitName
+    adapter: str | None
+    data: str
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], *, split: SplitName, adapter: str | None, data: str) -> Self:
+        kinds = {kind: score_rollouts(rollouts, kind) for kind in sorted({rollout.kind for rollout in rollouts})}
+        return cls(
+            scores=score_rollouts(rollouts),
+            kinds={kind: scores for kind, scores in kinds.items() if scores},
+            rollouts=len(rollouts),
+            lost=sum(rollout.reward is None for rollout in rollouts),
+            failures=failure_counts(rollouts),
+            split=split,
+            adapter=adapter,
+            data=data,
+        )
+
+    def table(self) -> str:
+        """For people."""
+        lines = [f"{self.split} tasks: means over tasks, with 95 % confidence intervals"]
+        if self.scores:
+            lines += _columns(self.scores, self.kinds if len(self.kinds) > 1 else {})
+        lost = f", {self.lost} lost" if self.lost else ""
+        lines.append(f"{self.rollouts} rollouts{lost}, failures: {causes_text(self.failures)}")
+        lines.append(f"rollouts: {self.data}")
+        return "\n".join(lines)
+
+
+def _columns(overall: Scores, kinds: dict[str, Scores]) -> list[str]:
+    """One line a kind, one column a measure."""
+    rows = [["kind", "tasks", *(f"pass@{k}" for k in overall.passes), "mean reward"]]
+    for name, scores in [("all", overall), *kinds.items()]:
+        # A kind that lost rollouts may lack the largest k.
+        cells = [*(scores.passes.get(k) for k in overall.passes), scores.reward]
+        rows.append([name or "(none)", str(scores.reward.num_tasks), *map(_cell, cells)])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(score: Score | None) -> str:
+    return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" if score else "-"
+
+
+def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> EvalReport:
+    """Attempt the tasks and leave the scores in the run's folder. Seeds are those of evaluations during training."""
+    config = run.config
+    order = Order(
+        phase=EVAL,
+        tasks=tasks_of(run, split),
+        group_size=config.eval.samples,
+        temperature=config.sampling.eval_temperature,
+        seed=config.seed,
+        stream=EVAL,
+        retry_lost=True,
+    )
+    groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
+    adapter = str(prepared.adapter) if prepared.adapter else None
+    report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.rollouts_file(EVAL)))
+    run.write_summary(asdict(report))
+    return report

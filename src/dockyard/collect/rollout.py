@@ -1,0 +1,99 @@
+"""`dockyard rollout`: one pass over the training tasks, recorded in a run folder, and what it came to."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Self
+
+from dockyard import process
+from dockyard.collect.run_order import PreparedRollouts, causes_text, gather, rollouts_in, tasks_of
+from dockyard.rollout.pool import Order, failure_counts
+from dockyard.run_dir.run import ROLLOUTS, RunDir
+from dockyard.types import Rollout, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """Rollouts in numbers."""
+
+    tasks: int
+    rollouts: int
+    reward: float | None
+    """The mean; None when all were lost."""
+    kinds: dict[str, float]
+    """The mean reward of each kind of task."""
+    lost: int
+    """Without a reward, through no fault of the policy."""
+    failures: dict[str, int]
+    calls: int
+    prompt_tokens: int
+    sampled_tokens: int
+    wall_s: float
+    data: str
+    trials: str
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], *, data: Path, trials: Path, wall_s: float) -> Self:
+        by_kind: dict[str, list[float]] = {}
+        for rollout in rollouts:
+            if rollout.reward is not None:
+                by_kind.setdefault(rollout.kind, []).append(rollout.reward)
+        rewards = [reward for members in by_kind.values() for reward in members]
+        return cls(
+            tasks=len({rollout.task for rollout in rollouts}),
+            rollouts=len(rollouts),
+            reward=fmean(rewards) if rewards else None,
+            kinds={kind: fmean(members) for kind, members in sorted(by_kind.items())},
+            lost=len(rollouts) - len(rewards),
+            failures=failure_counts(rollouts),
+            calls=sum(rollout.stats.get("calls", 0) for rollout in rollouts),
+            prompt_tokens=sum(rollout.stats.get("prompt_tokens", 0) for rollout in rollouts),
+            sampled_tokens=sum(rollout.stats.get("sampled_tokens", 0) for rollout in rollouts),
+            wall_s=wall_s,
+            data=str(data),
+            trials=str(trials),
+        )
+
+    def table(self) -> str:
+        """For people."""
+        rows = {
+            "tasks": f"{self.tasks}, {self.rollouts} rollouts in {self.wall_s:.0f} s",
+            "mean reward": "-" if self.reward is None else f"{self.reward:.3f}",
+            **({f"  {kind}": f"{mean:.3f}" for kind, mean in self.kinds.items()} if len(self.kinds) > 1 else {}),
+            "failures": causes_text(self.failures) + (f"; {self.lost} rollouts lost" if self.lost else ""),
+            "tokens": f"{self.sampled_tokens:,} sampled, {self.prompt_tokens:,} in prompts, {self.calls:,} calls",
+            "rollouts": self.data,
+            "trials": self.trials,
+        }
+        width = max(14, *(len(name) + 2 for name in rows))
+        return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
+
+
+def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:
+    """Each of these tasks so many times, sampled as for training."""
+    config = run.config
+    return Order(
+        phase=ROLLOUTS,
+        tasks=tasks,
+        group_size=group_size,
+        temperature=config.sampling.temperature,
+        seed=config.seed,
+        stream=ROLLOUTS,
+        retry_lost=True,
+    )
+
+
+def collect_rollouts(
+    run: RunDir, prepared: PreparedRollouts, *, num_tasks: int | None, harbor_cli: bool
+) -> RolloutSummary:
+    """Attempt the training tasks, or the first of them, and leave a summary in the run's folder."""
+    start = time.monotonic()
+    order = rollout_order(run, tasks_of(run, "train")[:num_tasks], run.config.grpo.group_size)
+    groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
+    summary = RolloutSummary.of(
+        rollouts_in(groups), data=run.rollouts_file(ROLLOUTS), trials=run.trials, wall_s=time.monotonic() - start
+    )
+    run.write_summary(asdict(summary))
+    return summary

@@ -1,0 +1,126 @@
+"""Make a list of rollouts that train nothing, in a run folder, with a live progress line in a terminal.
+
+Everything that can fail early is checked first.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from dockyard.collect.harbor_cli import HarborCliRunner
+from dockyard.collect.open import check_run, open_pool
+from dockyard.collect.policy import Model, find, opened
+from dockyard.collect.task_sets import check_tasks, task_sets
+from dockyard.config import RunConfig
+from dockyard.errors import UsageError
+from dockyard.rollout.pool import Order, RolloutPool
+from dockyard.rollout.trial import Phase, TrialRunner
+from dockyard.run_dir.resume import SplitName
+from dockyard.run_dir.run import RunDir
+from dockyard.types import Group, Rollout, Task
+
+
+class RolloutProgress:
+    """Counts rollouts as they finish."""
+
+    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live = Live("", console=self._console, transient=True, refresh_per_second=4)
+        self._title, self._total = title, total
+        self._rewards: list[float] = []
+        self._failures: Counter[str] = Counter()
+        self._done = 0
+        self._phases = ""
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def finished(self, rollout: Rollout) -> None:
+        """A rollout is done."""
+        self._done += 1
+        if rollout.reward is not None:
+            self._rewards.append(rollout.reward)
+        if rollout.failure:
+            self._failures[rollout.failure.cause] += 1
+        self._show()
+
+    def phases(self, counts: Mapping[Phase, int]) -> None:
+        """So many rollouts are in each phase now."""
+        self._phases = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
+        self._show()
+
+    def _show(self) -> None:
+        if not self._console.is_terminal:
+            return
+        reward = f"{sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else "-"
+        under_way = f" ({self._phases})" if self._phases else ""
+        text = f"{self._title}: {self._done}/{self._total}{under_way}  reward {reward}  failures "
+        self._live.update(Text(text + causes_text(dict(self._failures))))
+
+
+def causes_text(counts: Mapping[str, int]) -> str:
+    """Failures by cause in a few words."""
+    return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRollouts:
+    """What was found before the run's folder was made."""
+
+    model: Model | None
+    adapter: Path | None = None
+
+
+def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None) -> PreparedRollouts:
+    """Refuse what cannot run. Tasks that are made are made later, in the run's folder."""
+    check_run(config)
+    if split == "heldout":
+        _check_heldout(config)
+    check_tasks(config)
+    return PreparedRollouts(model=find(config), adapter=adapter)
+
+
+def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
+    """The tasks of one half of the run's."""
+    sets = task_sets(run)
+    return sets.train if split == "train" else sets.heldout
+
+
+def _check_heldout(config: RunConfig) -> None:
+    if not config.tasks.holds_out:
+        hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
+        raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
+
+
+async def gather(
+    run: RunDir, prepared: PreparedRollouts, order: Order, *, title: str, harbor_cli: bool = False
+) -> tuple[Group, ...]:
+    """Make this order's rollouts, or read those that are recorded."""
+    with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
+        async with (
+            opened(run.config, prepared.model, prepared.adapter, log=run.engine_log) as policy,
+            open_pool(run.config, run, policy.engine, policy.renderer, progress.phases) as pool,
+        ):
+            pool = _by_command(pool) if harbor_cli else pool
+            return await pool.collect(order, progress.finished)
+
+
+def _by_command(pool: RolloutPool) -> RolloutPool:
+    assert isinstance(pool.runner, TrialRunner)
+    return replace(pool, runner=HarborCliRunner.like(pool.runner))
+
+
+def rollouts_in(groups: Sequence[Group]) -> list[Rollout]:
+    """All of them, group by group."""
+    return [rollout for group in groups for rollout in group.rollouts]

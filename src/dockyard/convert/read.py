@@ -1,0 +1,295 @@
+"""Read recorded attempts one at a time: Harbor jobs and trials, Dockyard runs, traces, single trajectories.
+
+A broken attempt carries its error, and the others are still read. What a gateway recorded in a run is token-exact and
+stays so.
+"""
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from harbor import TrialResult
+from harbor.agents.agent_auth_resolution import SKIP_MODEL_PARSING_PROVIDER
+from pydantic import BaseModel, ValidationError
+
+from dockyard.convert.atif import UnreadableError
+from dockyard.convert.conversation import Converted, conversations_of, group_name
+from dockyard.convert.logs import TELL_MORE, conversation_from_log, read_completions
+from dockyard.convert.tokenize import Tokeniser, blank, guarded, skip
+from dockyard.convert.traces import read_traced
+from dockyard.convert.trajectory import TRAJECTORY, TrajectoryText, read_told
+from dockyard.errors import DockyardError
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.rollout.job import ASK_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
+from dockyard.run_dir.records import RecordedRollout, from_line
+from dockyard.run_dir.run import recorded_files, settings_file
+from dockyard.types import Failure, Rollout
+
+_EVALUATIONS = "eval"
+
+
+def is_run(path: Path) -> bool:
+    """Is this the folder of a run?"""
+    return recorded_files(path) is not None
+
+
+def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    """The rollouts of all phases. Those of evaluations are no training data unless their file is named."""
+    files = recorded_files(path)
+    if not files:
+        raise DockyardError(f"`{path}` has no rollouts", hint=f"`dockyard convert {path / 'trials'}` reads its trials")
+    for file in files:
+        for found in read_recorded(file, tokeniser):
+            is_evaluation = file.stem.startswith(_EVALUATIONS) and found.skipped != "unreadable"
+            detail = f"held-out tasks are not trained on; `dockyard convert {file}` converts them"
+            yield skip(found, "evaluation", detail) if is_evaluation else found
+
+
+def read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    """One file of rollouts, line by line. Of an attempt that was recorded twice, the later counts."""
+    who = _Who.of(settings_file(file.parent.parent))
+    latest = {key: number for number, line in _lines(file) if (key := _key(line))}
+    for number, line in _lines(file):
+        key = _key(line)
+        if key is None or latest[key] == number:
+            where = f"{file} line {number}"
+            unknown = blank(where, agent=who.agent, model=who.model)
+            yield guarded(unknown, partial(_converted, where, line, who, tokeniser))
+
+
+@dataclass(frozen=True, slots=True)
+class _Who:
+    agent: str = ""
+    model: str = ""
+
+    @classmethod
+    def of(cls, config: Path) -> "_Who":
+        """Nobody, if the settings cannot be read: the rollouts can be."""
+        try:
+            settings = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return cls()
+        return cls(_name(settings, "agent"), _name(settings, "model"))
+
+
+def _name(settings: dict[str, Any], section: str) -> str:
+    named: object = settings.get(section)
+    return str(cast("dict[str, Any]", named).get("name") or "") if isinstance(named, dict) else ""
+
+
+class _Key(BaseModel, frozen=True):
+    group: int
+    task: str
+    attempt: int
+
+
+def _key(line: bytes) -> _Key | None:
+    try:
+        return _Key.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines; what follows the last line break is being written."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                yield number, line
+
+
+def _converted(where: str, line: bytes, who: _Who, tokeniser: Tokeniser) -> Converted:
+    try:
+        recorded = from_line(line)
+        conversations = conversations_of(recorded.rollout.exchanges)
+    except (ValidationError, KeyError, TypeError, OverflowError) as error:
+        broken = blank(where, agent=who.agent, model=who.model)
+        return skip(broken, "unreadable", f"`{where}` is no rollout: {str(error).splitlines()[0]}")
+    rollout = recorded.rollout
+    found = Converted(
+        where=where,
+        trial=_trial_name(recorded),
+        agent=who.agent,
+        model=who.model,
+        rollout=rollout,
+        group=f"{recorded.phase}-{recorded.group:03}",
+        conversations=conversations,
+        detail="the run recorded ids, not text; its `trials` folder has the agent's words" if rollout.segments else "",
+    )
+    if rollout.failure and rollout.reward is None:
+        return skip(found, "no_reward", f"{rollout.failure.cause}: {rollout.failure.message}")
+    if not rollout.segments and not conversations:
+        return skip(found, "no_model_calls", "the policy was not asked, or nothing it said reached the agent")
+    return tokeniser.give(found, text=recorded.transcript)
+
+
+def _trial_name(recorded: RecordedRollout) -> str:
+    return f"{recorded.phase}-{recorded.group:03}-{recorded.rollout.attempt:02}"
+
+
+# pyright: reportMissingTypeStubs=false
+
+
+__all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
+
+_COMPLETIONS = "completions"
+
+
+def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) -> Iterator[Converted]:
+    """What became of each attempt. Without `exact`, ids that were kept are not used.
+
+    `path` is a job, a trial, a run of ours or a file of its rollouts, an ATIF trajectory, or a parquet of traces.
+    """
+    tokeniser = Tokeniser(renderer, exact)
+    if not path.exists():
+        raise DockyardError(f"there is no `{path}`", hint="name the folder of a Harbor job, e.g. `jobs/NAME`")
+    if path.is_dir():
+        yield from read_run(path, tokeniser) if is_run(path) else _read_job(path, tokeniser)
+    elif path.suffix == ".parquet":
+        yield from read_traced(path, tokeniser)
+    elif path.suffix == ".jsonl":
+        yield from read_recorded(path, tokeniser)
+    else:
+        yield guarded(blank(str(path), trial=path.stem), partial(_read_trajectory, path, tokeniser))
+
+
+def count_trials(path: Path) -> int | None:
+    """How many attempts there are to read, where that is quickly known."""
+    return len(trial_folders(path)) if path.is_dir() and not is_run(path) else None
+
+
+def unfinished(path: Path) -> str | None:
+    """That a job is still running, in words; None if it is over, or none."""
+    try:
+        job = _Job.model_validate_json((path / "result.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return None if job.finished_at else f"the job is not finished: it has {job.n_total_trials:,} trials in all"
+
+
+class _Job(BaseModel):
+    n_total_trials: int
+    finished_at: str | None = None
+
+
+def _read_job(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    seen: Counter[str] = Counter()
+    for trial in trial_folders(path):
+        yield guarded(blank(str(trial), trial=trial.name), partial(_read_trial, trial, seen, tokeniser))
+
+
+def _read_trial(trial: Path, seen: Counter[str], tokeniser: Tokeniser) -> Converted:
+    """`seen` counts the attempts of each group."""
+    result = read_result(trial)
+    group = _group(trial, result)
+    attempt, seen[group] = seen[group], seen[group] + 1
+    found = replace(_found(trial, result, attempt), group=group)
+    if isinstance(result, Failure):
+        return found
+    return guarded(found, partial(_with_words, found, trial, result, tokeniser))
+
+
+def _group(trial: Path, result: TrialResult | Failure) -> str:
+    """Tasks of two folders may have one name. Without a result, what the trial was started with tells the same."""
+    if isinstance(result, TrialResult):
+        who, task = result.config.agent, result.task_id
+        agent, model = result.agent_info.name, _model(result)
+    else:
+        try:
+            setup = read_setup(trial)
+            who, task = setup.agent, setup.task.get_task_id()
+        except (OSError, ValueError):
+            return group_name(task_name(trial, result), "", "")
+        agent, model = who.name or "", ""
+    return group_name(task.model_dump_json(), who.import_path or agent, who.model_name or model)
+
+
+def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converted:
+    """How the trial ended, and the tokens that its result has."""
+    task = task_name(trial, result)
+    if isinstance(result, Failure):
+        still = result.cause == "cancelled"
+        detail = f"{result.message}: it is still running, or was killed" if still else result.message
+        rollout = rollout_of_trial(result, task, attempt)
+        why = "running" if still else "unreadable"
+        return Converted(
+            where=str(trial), trial=trial.name, agent="", model="", rollout=rollout, skipped=why, detail=detail
+        )
+    found = Converted(
+        where=str(trial),
+        trial=result.trial_name,
+        agent=result.agent_info.name,
+        model=_model(result),
+        rollout=Rollout(task=task, kind="", attempt=attempt, segments=(), reward=None, failure=None),
+    )
+    try:
+        return replace(found, rollout=rollout_of_trial(result, task, attempt))
+    except OverflowError:
+        return skip(found, "unreadable", f"`{trial / 'result.json'}` has token ids that are none")
+
+
+def _model(result: TrialResult) -> str:
+    model = result.agent_info.model_info
+    if model is None:
+        return ""
+    is_named = model.provider and model.provider != SKIP_MODEL_PARSING_PROVIDER
+    return f"{model.provider}/{model.name}" if is_named else model.name
+
+
+def _with_words(found: Converted, trial: Path, result: TrialResult, tokeniser: Tokeniser) -> Converted:
+    """With what was said, and with tokens."""
+    if found.skipped is None and found.agent in ASK_NO_MODEL:
+        return skip(found, "no_model_calls", f"`{found.agent}` asks no model")
+    try:
+        told = _told(trial, result)
+    except (UnreadableError, OverflowError) as error:
+        if not (found.rollout.segments and tokeniser.exact):
+            return skip(found, "unreadable", str(error))
+        found, told = replace(found, notes=("trajectory_unreadable",)), TrajectoryText(conversations=())
+    return _give(found, told, tokeniser)
+
+
+def _give(found: Converted, told: TrajectoryText, tokeniser: Tokeniser) -> Converted:
+    failure = found.rollout.failure
+    found = replace(
+        found,
+        model=found.model or told.model,
+        conversations=told.conversations,
+        notes=(*found.notes, *sorted(told.notes)),
+    )
+    if found.skipped is None and found.rollout.reward is None and "no_reward" not in found.notes:
+        return skip(found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "it was never graded")
+    return tokeniser.give(found, told.turns)
+
+
+def _told(trial: Path, result: TrialResult) -> TrajectoryText:
+    """Model calls that were logged tell most, then a trajectory, then whatever log the agent wrote."""
+    steps = [trial / "steps" / step.step_name / "agent" for step in result.step_results or []]
+    folders = [folder for folder in (*steps, trial / "agent") if folder.is_dir()]
+    logged = [folder / _COMPLETIONS for folder in folders if any((folder / _COMPLETIONS).glob("*.json"))]
+    if logged:
+        return TrajectoryText.joined(read_completions(folder) for folder in logged)
+    trajectories = [file for folder in folders if (file := folder / TRAJECTORY).is_file()]
+    told, agent = read_told(*trajectories) if trajectories else TrajectoryText(conversations=()), result.agent_info.name
+    if trajectories and agent not in TELL_MORE:
+        return told
+    words = conversation_from_log(trial, agent)
+    return replace(told, conversations=words, turns=()) if words else told
+
+
+def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
+    """A trajectory by itself. Its reward is known if it lies in its trial."""
+    trial = file.parent.parent
+    result = read_result(trial) if file.parent.name == "agent" else None
+    if isinstance(result, TrialResult):
+        found = replace(_found(trial, result, 0), where=str(file))
+    else:
+        found = replace(blank(str(file), trial=file.stem, task=file.stem), notes=("no_reward",))
+    try:
+        return _give(found, read_told(file), tokeniser)
+    except (UnreadableError, OverflowError) as error:
+        return skip(found, "unreadable", str(error))

@@ -1,0 +1,1 @@
+"""The engine inside this process: a transformers model, decoded in batches by a thread."""

@@ -1,0 +1,197 @@
+"""Keys and values of the requests being decoded, and of finished ones that later prompts may begin with.
+
+One pool of tokens in every layer; each sequence owns a region of it and fills it from the left. Everything in it
+belongs to one version of the weights; the engine clears it when new weights arrive.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dockyard.config import EngineConfig
+from dockyard.engine.embedded.allocator import Finished, Known, Region, Regions, rounded_up
+from dockyard.types import IntArray
+
+SCRATCH = Region(0, 16)
+"""Belongs to nobody: where a pass writes whose batch is larger than its requests."""
+_FIRST_TOKENS = 1024
+_ALIGNMENT = 64
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values look like in one layer."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """In tokens."""
+
+    first: int
+    """When the first request comes."""
+    most: int
+    finished: int
+    """Of sequences that stay after their request."""
+
+    @property
+    def longest(self) -> int:
+        """Of a sequence that has the pool to itself."""
+        return max(0, self.most - SCRATCH.size)
+
+
+def pool_size(shape: KVShape, config: EngineConfig) -> PoolSize:
+    """A pool begins large: growing it copies it, and what a GPU has recorded is recorded again."""
+    most_bytes = _automatic_bytes(shape.device) if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30)
+    most = most_bytes // shape.token_bytes // SCRATCH.size * SCRATCH.size
+    first = min(config.max_batch * _FIRST_TOKENS, most // 4)
+    finished = 0 if config.deterministic else config.prefix_cache_mb * 2**20 // shape.token_bytes
+    return PoolSize(first=min(rounded_up(first), most), most=most, finished=finished)
+
+
+def _automatic_bytes(device: torch.device) -> int:
+    """Half of the memory that is free on a GPU, or that a machine has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class KVPool:
+    """Hands out regions. It grows as far as it may, then forgets finished sequences."""
+
+    def __init__(self, shape: KVShape, size: PoolSize) -> None:
+        self.shape = shape
+        self._size = size
+        self.layers: list[Tensor] = [self._empty(0) for _ in range(shape.num_layers)]
+        """Of each layer `[keys and values, tokens, heads, dim]`."""
+        self.num_moves = 0
+        """How often the layers were laid out anew: whatever remembers their addresses is void."""
+        self._regions = Regions()
+        self._finished = Finished()
+        self._begin()
+
+    @property
+    def finished(self) -> Iterable[Known]:
+        return self._finished
+
+    @property
+    def num_tokens(self) -> int:
+        """As it is laid out now."""
+        return self._regions.size
+
+    @property
+    def num_free(self) -> int:
+        return self._regions.num_free
+
+    def take(self, num_tokens: int, *, besides: Known | None = None) -> Region | None:
+        """Room for a sequence, or None. Finished sequences may be forgotten for it, `besides` is not."""
+        while (region := self._regions.take(num_tokens)) is None:
+            if not self._grow(rounded_up(num_tokens)) and not self._forget_oldest(besides):
+                return None
+        return region
+
+    def resize(self, region: Region, used: int, num_tokens: int) -> Region | None:
+        """Room for a longer sequence whose first `used` tokens are in this region, or None, and it stays its own."""
+        if (longer := self._regions.extend(region, num_tokens)) is not None:
+            return longer
+        if (longer := self.take(num_tokens)) is None:
+            return None
+        self.copy(region, longer, used)
+        self.give_back(region)
+        return longer
+
+    def copy(self, source: Region, target: Region, num_tokens: int) -> None:
+        """The first tokens of one region to the beginning of another."""
+        for layer in self.layers:
+            known = layer[:, source.start : source.start + num_tokens]
+            layer[:, target.start : target.start + num_tokens] = known
+
+    def give_back(self, region: Region) -> None:
+        self._regions.give_back(region)
+
+    def keep(self, ids: IntArray, region: Region) -> None:
+        """This sequence's request is done; prompts that begin like it may come."""
+        if len(ids) == 0 or self._size.finished < rounded_up(len(ids)):
+            self.give_back(region)
+            return
+        self._finished.add(Known(ids, self._regions.shrink(region, len(ids))))
+        while self._finished.num_tokens > self._size.finished:
+            self._forget_oldest(None)
+
+    def touch(self, known: Known) -> None:
+        """A finished sequence was of use."""
+        self._finished.touch(known)
+
+    def withdraw(self, known: Known) -> None:
+        """A finished sequence goes on: its region is the caller's now."""
+        self._finished.remove(known)
+
+    def clear(self) -> None:
+        """Forget everything, whoever owns it."""
+        self._finished.clear()
+        self._regions = Regions()
+        self._begin()
+
+    def _begin(self) -> None:
+        size = min(layer.shape[1] for layer in self.layers)
+        self._regions.grow(size)
+        if size:
+            self._regions.take(SCRATCH.size)
+
+    def _grow(self, num_tokens: int) -> bool:
+        """Lay out a larger pool, with a hole of this size if it may be that large. False when it cannot be larger."""
+        old = self._regions.size
+        size = min(max(2 * old, (old or SCRATCH.size) + num_tokens, self._size.first), self._size.most)
+        if size <= old:
+            return False
+        try:
+            for index, layer in enumerate(self.layers):
+                self.layers[index] = self._empty(size)
+                self.layers[index][:, :old] = layer[:, :old]
+        except torch.OutOfMemoryError:  # the layers that did grow are larger than needed, which does no harm
+            return False
+        finally:
+            self.num_moves += 1
+        self._regions.grow(size)
+        if old == 0:
+            self._regions.take(SCRATCH.size)
+        return True
+
+    def _empty(self, num_tokens: int) -> Tensor:
+        """Zeros: what nobody has written yet may be multiplied by 0, and must not be infinite."""
+        size = (2, num_tokens, self.shape.num_heads, self.shape.head_dim)
+        if num_tokens and self.shape.device.type == "cpu":
+            return _untouched_zeros(math.prod(size) * self.shape.dtype.itemsize).view(self.shape.dtype).view(size)
+        return torch.zeros(size, device=self.shape.device, dtype=self.shape.dtype)
+
+    def _forget_oldest(self, besides: Known | None) -> bool:
+        if (known := self._finished.oldest(besides)) is None:
+            return False
+        self._finished.remove(known)
+        self.give_back(known.region)
+        return True
+
+
+def _untouched_zeros(num_bytes: int) -> Tensor:
+    """Numpy's zeros, unlike torch's, take no memory until they are written to. Aligned as torch's are.
+
+    Where memory is aligned otherwise, products may differ in their last digit from those of another run.
+    """
+    spare = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -spare.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(spare[start : start + num_bytes])

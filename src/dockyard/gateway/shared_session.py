@@ -1,0 +1,111 @@
+"""The one session that every client of a stand-alone server shares, with bounded memory.
+
+Each opening (tools, system text, first message) has a session of its own, which is how far a returning history can
+reach back. When together they hold too many tokens, the one that nobody asked for the longest is forgotten: should its
+client come back, its history is rendered anew.
+"""
+
+import asyncio
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from dockyard.gateway.accounting import Recording, unknown_key
+from dockyard.gateway.messages import Message, Prompt
+from dockyard.gateway.protocol import NO_WISHES, ClientSampling, RefusedError, Reply, dump
+from dockyard.gateway.sessions import AnySession
+from dockyard.types import Json
+
+MAX_HELD = 8_000_000
+"""Tokens remembered, at about 25 bytes each."""
+MAX_CONVERSATIONS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Conversations:
+    """Implements `AnySession` over many sessions. What they recorded is for splicing, and dropped with them."""
+
+    open_session: Callable[[], AnySession]
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
+    max_held: int = MAX_HELD
+    label: str = "serve"
+    _sessions: OrderedDict[bytes, AnySession] = field(default_factory=OrderedDict[bytes, AnySession])
+    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set[asyncio.Task[Reply]])
+    _counts: Counter[str] = field(default_factory=Counter[str])
+    _closed: bool = False
+
+    @property
+    def num_held(self) -> int:
+        return sum(session.num_held for session in self._sessions.values())
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """So far."""
+        held = {"conversations": len(self._sessions), "held_tokens": self.num_held, "in_flight": len(self._tasks)}
+        return {"calls": 0, "prompt_tokens": 0, "sampled_tokens": 0, "forgotten": 0} | self._counts | held
+
+    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: ClientSampling = NO_WISHES) -> asyncio.Task[Reply]:
+        """Start a call in the conversation that the prompt belongs to."""
+        task = self._session(prompt).submit(prompt, max_tokens, wishes)
+        self.count("calls")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        return await self._session(prompt).count_tokens(prompt)
+
+    def mark_delivered(self, reply: Reply, delivered: bool) -> None:
+        """Nobody trains on these conversations."""
+
+    def note_misuse(self, refused: RefusedError) -> None:
+        self.count("misuses")
+
+    def count(self, what: str, amount: int = 1) -> None:
+        """Add to the server's statistics."""
+        self._counts[what] += amount
+
+    def close(self) -> Recording:
+        """Refuse calls from now on and drop those under way, also of conversations that were forgotten."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        stats = self.stats
+        self._sessions.clear()
+        return Recording(stats=stats, calls=stats["calls"], answered=stats.get("answered", 0))
+
+    def _session(self, prompt: Prompt) -> AnySession:
+        if self._closed:
+            raise unknown_key()
+        opening = _opening(prompt)
+        if opening not in self._sessions:
+            self._sessions[opening] = self.open_session()
+        self._sessions.move_to_end(opening)
+        return self._sessions[opening]
+
+    def _done(self, task: asyncio.Task[Reply]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            reply = task.result()
+            self._counts.update(answered=1, prompt_tokens=reply.num_prompt, sampled_tokens=reply.num_sampled)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop old conversations until the rest fits. Their calls under way go on."""
+        held = self.num_held
+        while held > self.max_held or len(self._sessions) > MAX_CONVERSATIONS:
+            _, oldest = self._sessions.popitem(last=False)
+            held -= oldest.num_held
+            self.count("forgotten")
+
+
+def _opening(prompt: Prompt) -> bytes:
+    """Two histories that differ in this have no sampled turn in common."""
+    said = [_told(message) for message in prompt.messages[: 1 if prompt.messages[0].role != "system" else 2]]
+    return sha256(dump([prompt.tools, said])).digest()
+
+
+def _told(message: Message) -> Json:
+    return {"role": message.role, "text": message.text, "id": message.call_id}
