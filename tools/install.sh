@@ -32,6 +32,11 @@ choose_python() {
     fi
 }
 
+# One that is there stays as it is: asked again, uv would look for a Python by its own rules, and may download another.
+make_venv() {
+    runs_us "$venv/bin/python" || "$uv" venv --quiet --allow-existing "$venv"
+}
+
 # The lock file holds addresses on pypi.org, which `uv sync` follows whatever the index is. A mirror gets the same
 # versions, checked by the same hashes, as a list of requirements. Packages in $left_out are not installed.
 install_locked() {
@@ -39,7 +44,7 @@ install_locked() {
         "$uv" sync $quiet --frozen --inexact $(each --no-install-package $left_out) "$@"
         return
     fi
-    "$uv" venv --quiet --allow-existing "$venv"
+    make_venv
     "$uv" export --quiet --frozen --no-emit-project $(each --no-emit-package $left_out) "$@" \
         --output-file "$venv/requirements.txt"
     # --no-deps: the list is complete but for what is left out.
@@ -48,7 +53,7 @@ install_locked() {
 }
 
 install_without_gpu() {
-    "$uv" venv --quiet --allow-existing "$venv" # whose Python the build must be for
+    make_venv # whose Python the build must be for
     if has_torch; then
         install_locked "$@"
         return
