@@ -1,6 +1,6 @@
 """Runs a command, with all it starts, for as long as somebody holds this process's stdin open.
 
-`python -I warden.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command is asked to
+`python -I supervise.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command is asked to
 stop, and killed after so many seconds. Imports nothing of ours: its Python path is the command's.
 """
 

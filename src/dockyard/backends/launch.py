@@ -167,7 +167,7 @@ def start(launch: BackendLaunch) -> int:
     try:
         return process.wait()
     finally:
-        process.stdin.close()  # the warden ends the command, as it does when we die
+        process.stdin.close()  # the supervisor ends the command, as it does when we die
         process.wait()
 
 

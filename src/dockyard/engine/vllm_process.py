@@ -97,7 +97,7 @@ async def _ready(command: Sequence[str], url: str, log: Path) -> Process | None:
     with output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", supervise.__file__, str(_PATIENCE_S), *command),
-            stdin=asyncio.subprocess.PIPE,  # the warden ends the server when it closes, as it does when we die
+            stdin=asyncio.subprocess.PIPE,  # the supervisor ends the server when it closes, as it does when we die
             stdout=output,
             stderr=output,
             env=_environment(),

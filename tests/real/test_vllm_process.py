@@ -54,7 +54,7 @@ async def test_a_server_is_asked_once_it_answers_takes_adapters_and_is_gone_afte
         await sampled_from.publish(write_adapter(tmp_path / "adapter", 0.5), 1)
         await sampled_from.close()
         assert json.loads((tmp_path / "options.json").read_text())[-3:] == ["--enable-scale-out", "--dtype", "float32"]
-    assert len(started) == 2  # the warden and the server
+    assert len(started) == 2  # the supervisor and the server
     wait_until_gone(started)
 
 
@@ -136,7 +136,7 @@ async def test_an_interrupt_of_the_run_stays_one(tmp_path: Path):
 
 
 def kill_server(folder: Path) -> None:
-    [server] = [process for process in fakes(folder) if "-I" not in words_of(process)]  # the warden's option
+    [server] = [process for process in fakes(folder) if "-I" not in words_of(process)]  # the supervisor's option
     os.kill(server.pid, signal.SIGKILL)
 
 
@@ -146,8 +146,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from server_fakes import WANTED
 from dockyard.config import EngineConfig, ModelConfig
-from dockyard.engine.own_server import serving
-from dockyard.interrupt import run
+from dockyard.engine.vllm_process import serving
+from dockyard.process import run
 
 async def main():
     settings = EngineConfig(type="vllm", launch=True, command={command!r})
@@ -170,7 +170,7 @@ def test_a_server_ends_when_the_run_is_killed(tmp_path: Path):
         assert run.stdout.readline() == b"ready\n"
         started = descendants(run.pid)
         run.kill()
-    assert len(started) == 2  # the warden and the server
+    assert len(started) == 2  # the supervisor and the server
     wait_until_gone(started)
 
 
