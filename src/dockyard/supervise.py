@@ -1,7 +1,7 @@
-"""Runs a command, with all it starts, for as long as somebody holds this process's stdin open.
+"""Run a command and everything it starts for as long as another process holds this one's stdin open.
 
-`python -I supervise.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command is asked to
-stop, and killed after so many seconds. Imports nothing of ours: its Python path is the command's.
+`python -I supervise.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command gets
+SIGTERM, and SIGKILL after SECONDS. Imports nothing of Dockyard, because its Python path is the command's.
 """
 
 import contextlib
