@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from trials import write_task
+from trials import skip_without_terminals, write_task
 from verifiers.v1.utils.loaders import load_environment, load_harness, load_taskset
 from verifiers_server import env_config, run_folder
 
@@ -22,6 +22,7 @@ SANDBOX = {"environment_type": "sandbox"}
 
 
 def test_the_plug_in_is_loaded_by_its_id_and_needs_no_remote_runtime(tmp_path: Path):
+    skip_without_terminals()
     write_task(tmp_path / "tasks" / "b", "true\n")
     write_task(tmp_path / "tasks" / "a", "true\n")
     env: Any = load_environment(env_config({"tasks_dir": str(tmp_path / "tasks")}, SANDBOX))
@@ -79,7 +80,7 @@ def test_settings_beside_a_runs_own_are_refused(tmp_path: Path):
     ],
 )
 def test_an_agent_or_environment_that_cannot_run_is_refused_when_the_server_starts(harness: dict[str, Any], why: str):
-    config = env_config({"tasks_dir": "/a"}, SANDBOX | harness)
+    config = env_config({"tasks_dir": "/a"}, SANDBOX | {"agent": "shell"} | harness)
     with pytest.raises(UsageError, match=why):
         load_harness(config.agent_harnesses()["agent"])
 
