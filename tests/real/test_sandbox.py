@@ -30,7 +30,7 @@ from harbor.models.trial.paths import TrialPaths
 from processes import Process, descendants
 
 from dockyard.process import Output
-from dockyard.rollout.blame import SandboxDiedError
+from dockyard.rollout.blame import SandboxDiedError, SealError
 from dockyard.rollout.sandbox import ENVIRONMENT
 from dockyard.rollout.sandbox.check import SandboxSetting, check_sandbox, diagnose
 from dockyard.rollout.sandbox.client import KILLED
@@ -560,6 +560,190 @@ async def test_what_a_sandbox_takes_in_all_is_bounded(tmp_path: Path, mechanism:
     async with sandbox(tmp_path, config={"memory_mb": 256, "storage_mb": 9}) as environment:
         with pytest.raises(SandboxDiedError, match="took more than"):
             await environment.exec(f'python3 -c "{take}"', timeout_sec=500)
+
+
+OWN_FILTER = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+code = (ctypes.c_uint64 * 1)(0x7FFF000000000006)  # allow everything
+program = (ctypes.c_uint64 * 2)(1, ctypes.addressof(code))
+libc.prctl(38, 1, 0, 0, 0)
+print(libc.prctl(22, 2, ctypes.byref(program), 0, 0), ctypes.get_errno())
+print(libc.syscall(317, 1, 0, ctypes.byref(program)), ctypes.get_errno())
+"""
+
+
+async def run_python(environment: SandboxEnvironment, tmp_path: Path, code: str, *words: str) -> str:
+    (tmp_path / "code.py").write_text(code)
+    await environment.upload_file(source_path=tmp_path / "code.py", target_path="/opt/code.py")
+    done = await environment.exec(f"python3 /opt/code.py {' '.join(words)}", timeout_sec=300)
+    assert done.return_code == 0, done.stderr
+    return done.stdout or ""
+
+
+async def test_a_command_cannot_put_a_filter_of_its_own_before_the_tracers(tmp_path: Path, mechanism: str):
+    async with sandbox(tmp_path) as environment:
+        said = await run_python(environment, tmp_path, OWN_FILTER)
+    refused = "-1 22\n-1 22\n"
+    assert (said == refused) == (mechanism == "landlock")  # namespaces need none of their own
+
+
+ZOMBIES = """
+import os
+made = 0
+try:
+    while made < 500:
+        if os.fork() == 0:
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+print(made)
+"""
+
+
+async def test_processes_that_nobody_waits_for_count(tmp_path: Path):
+    async with sandbox(tmp_path, max_processes=64) as environment:
+        assert 40 < int(await run_python(environment, tmp_path, ZOMBIES)) <= 64
+        assert int(await run_python(environment, tmp_path, ZOMBIES)) > 40  # those of the first are gone
+
+
+CHURN = "for i in $(seq 20); do for j in $(seq 20); do /bin/true & done; wait; done; kill -9 $$ & wait"
+
+
+async def test_what_ends_early_leaves_its_place_to_others(tmp_path: Path):
+    async with sandbox(tmp_path, max_processes=64) as environment:
+        before = int(await run_python(environment, tmp_path, ZOMBIES))
+        for _ in range(3):
+            await environment.exec(CHURN)
+        assert int(await run_python(environment, tmp_path, ZOMBIES)) >= before - 1
+
+
+DEEP = """
+import os, sys
+os.chdir(sys.argv[1])
+for _ in range(20):
+    os.mkdir("d" * 250)
+    os.chdir("d" * 250)
+for i in range(int(sys.argv[2])):
+    open(str(i), "wb").write(b"x" * (9 << 20))
+"""
+
+
+async def test_the_seal_empties_folders_whose_names_are_too_long_for_a_path(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        await run_python(environment, tmp_path, DEEP, "/tmp", "0")
+        await environment.exec("echo 42 >/app/answer.txt")
+        await environment.seal()
+        assert (await environment.exec("ls -A /tmp; cat /app/answer.txt")).stdout == "42\n"
+
+
+async def test_files_below_a_name_too_long_for_a_path_are_summed_up(tmp_path: Path, mechanism: str):
+    if mechanism == "namespaces":
+        pytest.skip("bounded by the size of each file system")
+    async with sandbox(tmp_path, config={"storage_mb": 9}) as environment:
+        with pytest.raises(SandboxDiedError, match="took more than 18 MB"):
+            await run_python(environment, tmp_path, DEEP + "import time; time.sleep(500)", "/app", "3")
+
+
+async def test_a_folder_that_was_closed_stays_so(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        done = await environment.exec("mkdir d; touch d/x; chmod 0 d; sleep 2; stat -c %a d")
+        assert done.stdout == "0\n"
+
+
+COPIES = """
+import os, time
+data = bytearray(os.urandom(1 << 20) * 150)
+children = []
+for _ in range(6):
+    if (child := os.fork()) == 0:
+        time.sleep(3)
+        os._exit(0)
+    children.append(child)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+async def test_memory_that_processes_share_counts_once(tmp_path: Path):
+    async with sandbox(tmp_path, config={"memory_mb": 512}) as environment:
+        assert await run_python(environment, tmp_path, COPIES) == "[0, 0, 0, 0, 0, 0]\n"
+
+
+BEND = """
+import os, resource
+pid = os.getppid()
+while pid > 0:
+    try:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (32768, 32768))
+    except OSError:
+        pass
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        break
+"""
+
+
+async def test_limits_that_a_command_sets_on_the_server_do_not_reach_the_verifier(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        await run_python(environment, tmp_path, BEND)
+        try:
+            await environment.seal()
+        except SealError:
+            return  # such a rollout earns nothing
+        written = await environment.exec("head -c 100000 /dev/zero >/app/large; stat -c %s /app/large")
+        assert written.stdout == "100000\n"
+
+
+async def test_what_leads_above_by_a_dot_is_found(tmp_path: Path):
+    async with sandbox(tmp_path) as environment:
+        done = await environment.exec("cd / && cat ./etc/hostname && ls -d ././usr/bin && cat etc/hostname")
+        assert (done.return_code, done.stderr or "") == (0, "")
+
+
+WATCH = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+events = libc.inotify_init1(0)
+for path in sys.argv[1:]:
+    print(libc.inotify_add_watch(events, path.encode(), 0xFFF) > 0)
+"""
+
+
+async def test_changes_to_files_of_the_host_are_not_told(tmp_path: Path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        places = (name, f"/proc/self/root{name}", f"../../../../..{name}", "/app", "/usr/bin", ".")
+        async with sandbox(tmp_path) as environment:
+            said = await run_python(environment, tmp_path, WATCH, *places)
+    assert said.split() == ["False", "False", "False", "True", "True", "True"]
+
+
+CHANGE_OPEN = """
+import os, sys
+for path in sys.argv[1:]:
+    file = os.open(path, os.O_RDONLY)
+    for change in (lambda: os.fchmod(file, 0o640), lambda: os.utime(file, (2, 2))):
+        try:
+            change()
+            print("changed")
+        except OSError as error:
+            print("refused")
+"""
+
+
+async def test_open_files_of_the_host_keep_their_modes_and_times(tmp_path: Path):
+    if outside_user() is None or not os.access("/usr/local/share", os.W_OK):
+        pytest.skip("needs root, to make a file under /usr that belongs to the sandbox's user")
+    with tempfile.NamedTemporaryFile(dir="/usr/local/share") as theirs:
+        async with sandbox(tmp_path) as environment:
+            await environment.exec("sleep 60 & touch /app/own")
+            user = max(Path(f"/proc/{process.pid}").stat().st_uid for process in inside(environment))
+            os.chown(theirs.name, user, user)
+            said = await run_python(environment, tmp_path, CHANGE_OPEN, theirs.name, "/app/own")
+    assert said.split() == ["refused", "refused", "changed", "changed"]
 
 
 async def test_a_fork_bomb_stays_within_its_limit_and_ends_with_the_seal(tmp_path: Path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dockyard.process import Sink
-from dockyard.rollout.blame import SandboxDiedError
+from dockyard.rollout.blame import SandboxDiedError, SealError
 from dockyard.rollout.sandbox import bwrap, confined
 from dockyard.rollout.sandbox.file_ops import ErrandError
 from dockyard.rollout.sandbox.launch import SandboxLimits
@@ -126,7 +126,7 @@ class Sandbox:
             raise ErrandError(answer.decode(errors="replace"))
 
     async def kill_all(self) -> None:
-        """Every process inside but the server."""
+        """Every process inside but the server. SealError if one has changed how the server runs what follows."""
         with ExitStack() as stack:
             control = await self._open(stack, b"kill")
             try:
@@ -136,6 +136,8 @@ class Sandbox:
                 raise SandboxDiedError(f"the sandbox did not answer within {SEAL_PATIENCE_S:g} s") from None
             if not done:
                 raise self._died("the sandbox ended")
+            if done != DONE:
+                raise SealError("a command changed the limits or the scheduling of the sandbox's server")
 
     async def stop(self) -> None:
         """Returns when no process of it is left: PID 1 ends after all others, and bwrap after PID 1."""

@@ -35,20 +35,27 @@ class Paths:
         self._known[path] = found
         return found
 
-    def outside_from(self, path: bytes, folder: Callable[[], bytes]) -> bytes | None:
-        """The same for any path; `folder` gives the name outside of what a relative path begins at."""
+    def outside_from(self, path: bytes, folder: Callable[[], bytes | None]) -> bytes | None:
+        """The same for any path; `folder` gives the name outside of what a relative path begins at.
+
+        None if that is too long to be given: the kernel then follows the path from there by itself.
+        """
         if path[:1] == b"/":
             return self.outside(path)
         parts = path.split(b"/")
+        first = next((part for part in parts if part not in (b"", b".")), b"")
+        if UP not in parts and not self._is_elsewhere(first):
+            return None
+        place = folder()
+        if place is None:
+            return None
+        start = self.inside(place)
         if UP in parts:
-            start = self.inside(folder())
             normal = _normal(start + b"/" + path)
             if self._climbs_out(start, parts) or _top(normal) != _top(start):
                 return self._find(normal) or normal
             return None
-        if self._is_elsewhere(parts[0]) and self.inside(folder()) == b"/":
-            return self._find(b"/" + path) or b"/" + path
-        return None
+        return (self._find(b"/" + path) or _normal(path)) if start == b"/" else None
 
     def inside(self, path: bytes) -> bytes:
         """The name inside of what the kernel calls `path`."""

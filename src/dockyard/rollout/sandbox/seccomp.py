@@ -13,14 +13,15 @@ from dockyard.rollout.sandbox.tracer import CLONE, OF_A_PROCESS, SENDTO, TRACED
 
 ARCH_X86_64 = 0xC000003E
 ALLOW, TRACE, ERRNO, KILL = 0x7FFF0000, 0x7FF00000, 0x00050000, 0x80000000
-NOTHING, EPERM, EAFNOSUPPORT, ENOSYS = 0, 1, 97, 38
+NOTHING, EPERM, EINVAL, EAFNOSUPPORT, ENOSYS = 0, 1, 22, 97, 38
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGS = 0, 4, 16
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 AF_UNIX = 1
 SOCK_DGRAM = 2  # a bit that streams (1) and sequences of packets (5) do not have
 CLONE_UNTRACED, CLONE_NAMESPACES = 0x00800000, 0x7E020000
-SOCKET, SOCKETPAIR, PRCTL, SETPRIORITY = 41, 53, 157, 141
+SOCKET, SOCKETPAIR, PRCTL, SETPRIORITY, SECCOMP = 41, 53, 157, 141, 317
+SECCOMP_SET_MODE_FILTER = 1
 PR_SET_DUMPABLE = 4
 """Done by nobody, though the caller is told so: a process that closes its memory could not be traced any more."""
 
@@ -67,6 +68,12 @@ def _answer_by(number: int, *tests: tuple[int, int, int], then: int, otherwise: 
     return b"".join(steps) + _step(RETURN, then) + _step(RETURN, otherwise)
 
 
+def _answer_for(number: int, actions: dict[int, int]) -> bytes:
+    """For one call, by the lower half of its first argument; allowed with any other."""
+    steps = b"".join(_step(JUMP_EQUAL, value, 0, 1) + _step(RETURN, action) for value, action in actions.items())
+    return _step(JUMP_EQUAL, number, 0, 2 * len(actions) + 2) + _step(LOAD, ARGS) + steps + _step(RETURN, ALLOW)
+
+
 def build(*, network: bool, own_user: bool) -> bytes:
     """The filter as the kernel takes it."""
     steps = [
@@ -81,7 +88,9 @@ def build(*, network: bool, own_user: bool) -> bytes:
             _answer_by(number, (ARGUMENTS.index(register), JUMP_EQUAL, 0), then=ALLOW, otherwise=TRACE)
             for number, register in OF_A_PROCESS.items()
         ),
-        _answer_by(PRCTL, (0, JUMP_EQUAL, PR_SET_DUMPABLE), then=ERRNO | NOTHING, otherwise=ALLOW),
+        # A filter of the task's own could answer before this one and so keep calls from the tracer.
+        _answer_by(SECCOMP, (0, JUMP_EQUAL, SECCOMP_SET_MODE_FILTER), then=ERRNO | EINVAL, otherwise=ALLOW),
+        _answer_for(PRCTL, {PR_SET_DUMPABLE: ERRNO | NOTHING, PR_SET_SECCOMP: ERRNO | EINVAL}),
         _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED | CLONE_NAMESPACES), then=ERRNO | EPERM, otherwise=TRACE),
         *(_answer(number, TRACE) for number in sorted(TRACED - {CLONE})),
         _answer_by(SENDTO, (4, JUMP_EQUAL, 0), then=ALLOW, otherwise=TRACE),

@@ -27,6 +27,8 @@ SIG_BLOCK, SIG_UNBLOCK = 0, 1
 SIGNAL_MASK = (1 << (SIGCHLD - 1)).to_bytes(128, sys.byteorder)
 MAX_ANSWER = 4096
 COMMANDS_PATIENCE_S = 30.0
+NUM_LIMITS = 16
+"""Kinds of RLIMIT_, numbered from 0."""
 
 type Request = tuple[list[str], str, dict[str, str], int, int]
 
@@ -75,10 +77,17 @@ class Commands:
             return False
 
 
+def standing() -> tuple[object, ...]:
+    """What other processes of the same user may change of this one: its limits, and when and where it runs."""
+    limits = [resource.getrlimit(kind) for kind in range(NUM_LIMITS)]
+    return limits, os.sched_getaffinity(0), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def serve(
     requests: _socket.socket, commands: Commands | None = None, *, receipt: bytes = b"", can_kill_all: bool = True
 ) -> None:
     """Answer requests until the driver is gone; then the kernel, or the watcher, ends every process in here."""
+    before = standing()
     while True:
         message, fds = receive(requests)
         if message == b"run" and commands is not None:
@@ -95,7 +104,7 @@ def serve(
             os._exit(0)
         if message == b"kill":
             (kill_everything if can_kill_all else kill_children)()
-            os.write(fds[0], b"done")
+            os.write(fds[0], b"done" if standing() == before else b"bent")
         if message == b"ping":
             os.write(fds[0], b"here")
         for fd in fds:

@@ -43,7 +43,6 @@ type PathArguments = tuple[tuple[int, int | None], ...]
 LINK_TARGET = -1
 """Instead of a folder: only an absolute path is elsewhere. A relative one begins where the link will be."""
 FIRST: PathArguments = ((0, None),)
-SECOND: PathArguments = ((1, None),)
 BOTH: PathArguments = ((0, None), (1, None))
 AT: PathArguments = ((1, 0),)
 BOTH_AT: PathArguments = ((1, 0), (3, 2))
@@ -56,19 +55,22 @@ PLAIN = (
     | dict.fromkeys((191, 192, 194, 195), FIRST)
     # openat mkdirat mknodat newfstatat unlinkat faccessat execveat statx faccessat2
     | dict.fromkeys((257, 258, 259, 262, 263, 269, 322, 332, 439), AT)
-    # inotify_add_watch; rename link; renameat linkat renameat2; symlink symlinkat
-    | {254: SECOND, 82: BOTH, 86: BOTH, 264: BOTH_AT, 265: BOTH_AT, 316: BOTH_AT, 88: SYMLINK, 266: SYMLINK_AT}
+    # rename link; renameat linkat renameat2; symlink symlinkat
+    | {82: BOTH, 86: BOTH, 264: BOTH_AT, 265: BOTH_AT, 316: BOTH_AT, 88: SYMLINK, 266: SYMLINK_AT}
 )
 """The arguments of a call that are paths, each with the argument that is its folder."""
 READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND, SENDTO = 89, 267, 79, 59, 42, 49, 44
-CHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT = 90, 268, 452, 280
-CHANGES = (CHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT)
+CHMOD, FCHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT = 90, 91, 268, 452, 280
+CHANGES = (CHMOD, FCHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT)
+INOTIFY_ADD_WATCH = 254
 CLONE, FORK, VFORK = 56, 57, 58
 NEW_PROCESS = (CLONE, FORK, VFORK)
 OF_A_PROCESS = {302: RDI, 203: RDI, 144: RDI, 142: RDI, 314: RDI, 141: RSI}
 """prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority: whom they are for."""
 SOCKETS = (CONNECT, BIND, SENDTO)
-TRACED = frozenset((*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, *CHANGES, *NEW_PROCESS, CONNECT, BIND))
+TRACED = frozenset(
+    (*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, *CHANGES, *NEW_PROCESS, INOTIFY_ADD_WATCH, CONNECT, BIND)
+)
 """Whatever their arguments; `seccomp` asks about some others by theirs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,10 +82,16 @@ _syscall.restype = ctypes.c_long
 class Tracer:
     """Follows one process and all it starts until the last has ended."""
 
-    def __init__(self, paths: Paths, writable: tuple[bytes, ...], max_processes: int) -> None:
-        """`writable`: folders, by their names outside, whose files' modes and times may be changed."""
+    def __init__(
+        self, paths: Paths, writable: tuple[bytes, ...], shared: tuple[bytes, ...], max_processes: int
+    ) -> None:
+        """Both are folders by their names outside.
+
+        `writable`: their files' modes and times may be changed. `shared`: like those they may be watched.
+        """
         self._paths = paths
         self._writable = writable
+        self._watchable = (*writable, *shared)
         self._max_processes = max_processes
         self._registers = (ctypes.c_uint64 * 27)()
         self._registers_at = ctypes.addressof(self._registers)
@@ -91,9 +99,13 @@ class Tracer:
         self._word_at = ctypes.addressof(self._word)
         self._threads: set[int] = set()
         self._begun_early: set[int] = set()
-        """Threads that stopped for the first time before their parent could tell of them; some have ended since."""
+        """Threads that ran, ended or began another program before their parent could tell of them."""
+        self._replaced_early: set[int] = set()
+        """Of these, those that run another program."""
         self._forking: set[int] = set()
         """Threads at a call that makes another, which is counted before it exists."""
+        self._unreaped: set[int] = set()
+        """Processes that have ended. The kernel keeps each until its parent asks for it."""
         self._servers: set[int] = set()
         """What was forked from the first process and runs no other program."""
         self._group: dict[int, int] = {}
@@ -120,7 +132,7 @@ class Tracer:
             except ChildProcessError:
                 return
             if status & 0xFF != 0x7F:
-                self._forget(pid)
+                self._ended(pid)
             else:
                 self._stopped(pid, status >> 8 & 0xFF, status >> 16)
 
@@ -151,11 +163,12 @@ class Tracer:
         So does a process that began before its parent could tell of it.
         """
         child = self._message(pid)
-        begun = child in self._begun_early
+        begun, replaced = child in self._begun_early, child in self._replaced_early
         self._begun_early.discard(child)
+        self._replaced_early.discard(child)
         if not begun:
             self._threads.add(child)
-        if child in self._threads:
+        if child in self._threads and not replaced:
             self._adopt(pid, child, begun=begun)
         self._threading.discard(pid)
         self._request(CONT, pid)
@@ -174,7 +187,16 @@ class Tracer:
         self._forget(former)
         self._forget(pid)
         self._threads.add(pid)
+        if pid in self._begun_early:
+            self._replaced_early.add(pid)
         self._request(CONT, pid)
+
+    def _ended(self, pid: int) -> None:
+        if pid not in self._threads:
+            self._begun_early.add(pid)
+        if pid not in self._group:  # threads leave nothing behind
+            self._unreaped.add(pid)
+        self._forget(pid)
 
     def _forget(self, pid: int) -> None:
         self._threads.discard(pid)
@@ -205,8 +227,12 @@ class Tracer:
             self._change(pid, registers, AT_FDCWD if number == CHMOD else _signed(registers[RDI]))
         elif number in SOCKETS:
             self._address(pid, registers, *((R8, R9) if number == SENDTO else (RSI, RDX)))
-        else:
+        elif number == INOTIFY_ADD_WATCH:
+            self._watch(pid, registers)
+        elif number in OF_A_PROCESS:
             self._allow_for_own(pid, registers)
+        else:
+            self._request(CONT, pid)
 
     def _returned(self, pid: int) -> None:
         if then := self._on_return.pop(pid, None):
@@ -285,7 +311,7 @@ class Tracer:
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
         """Unless there are too many. Servers are not bound: they must be able to start what ends the others."""
-        if pid not in self._servers and len(self._threads) + len(self._forking) >= self._max_processes:
+        if pid not in self._servers and self._is_full():
             self._answer(pid, registers, -EAGAIN)
             return
         self._forking.add(pid)
@@ -294,9 +320,17 @@ class Tracer:
             self._threading.add(pid)
         self._request(CONT, pid)
 
+    def _is_full(self) -> bool:
+        """Whether there are as many processes as may be; those that nobody has asked for count, too."""
+        alive = len(self._threads) + len(self._forking)
+        if alive + len(self._unreaped) < self._max_processes:
+            return False
+        self._unreaped = {pid for pid in self._unreaped if _is_zombie(pid)}
+        return alive + len(self._unreaped) >= self._max_processes
+
     def _allow_for_own(self, pid: int, registers: list[int]) -> None:
-        """A call that concerns another process: only if that is in here too."""
-        if _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]]) in (0, *self._threads):
+        """A call that concerns another process: only if that is in here too, and none that serves the driver."""
+        if _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]]) in (0, *(self._threads - self._servers)):
             self._request(CONT, pid)
         else:
             self._answer(pid, registers, -EPERM)
@@ -333,16 +367,14 @@ class Tracer:
         """Change a file's mode or times, which Landlock does not guard, if it is one of the sandbox's own."""
         number = registers[ORIG_RAX]
         path_at = registers[RDI] if number == CHMOD else registers[RSI]
-        if number == UTIMENSAT and path_at == 0:  # of an open file
-            self._request(CONT, pid)
-            return
-        path = self._string(pid, path_at)
-        flags = registers[R10] if number in (UTIMENSAT, FCHMODAT2) else 0
-        if not path or flags & AT_EMPTY_PATH:
+        is_open = number == FCHMOD or (number == UTIMENSAT and path_at == 0)
+        path = b"" if is_open else self._string(pid, path_at)
+        flags = registers[R10] if number in (UTIMENSAT, FCHMODAT2) and not is_open else 0
+        if (not path and not is_open) or flags & AT_EMPTY_PATH:
             self._answer(pid, registers, -EFAULT if path is None else -EACCES)
             return
         try:
-            place = self._place(pid, path, at)
+            place = self._place(pid, path, at) if path else f"/proc/{pid}/fd/{at}".encode()
             own = os.O_NOFOLLOW if flags & AT_SYMLINK_NOFOLLOW else 0  # a link's own times
             file = os.open(place, os.O_PATH | os.O_CLOEXEC | own)
             try:
@@ -364,7 +396,7 @@ class Tracer:
                 return -EFAULT
             result = _syscall(UTIMENSAT, AT_FDCWD, _address_of(name + b"\0"), times and _address_of(times), 0)
             return result if result == 0 else -ctypes.get_errno()
-        mode = registers[RSI] if registers[ORIG_RAX] == CHMOD else registers[RDX]
+        mode = registers[RSI] if registers[ORIG_RAX] in (CHMOD, FCHMOD) else registers[RDX]
         os.chmod(name, mode & 0o7777)
         return 0
 
@@ -373,7 +405,23 @@ class Tracer:
         outside = self._paths.outside_from(path, lambda: _folder(pid, at))
         if outside is not None or path[:1] == b"/":
             return outside or path
-        return _folder(pid, at) + b"/" + path
+        return f"/proc/{pid}/{_link(at)}/".encode() + path
+
+    def _watch(self, pid: int, registers: list[int]) -> None:
+        """Landlock does not guard who is told of changes: only what is the sandbox's own, or shared with all."""
+        path = self._string(pid, registers[RSI])
+        if not path:
+            self._request(CONT, pid)
+            return
+        try:
+            real = os.path.realpath(self._place(pid, path, AT_FDCWD))
+        except OSError as error:
+            self._answer(pid, registers, -(error.errno or EACCES))
+            return
+        if any(real == folder or real.startswith(folder + b"/") for folder in self._watchable):
+            self._call_with(pid, registers, {RSI: real + b"\0"})
+        else:
+            self._answer(pid, registers, -EACCES)
 
     def _address(self, pid: int, registers: list[int], address: int, size: int) -> None:
         """Of a socket in the file system."""
@@ -397,7 +445,7 @@ class Tracer:
             self._request(CONT, pid)
             return
         words: list[bytes] = []
-        place = outside or _folder(pid, AT_FDCWD) + b"/" + path
+        place = outside or self._place(pid, path, AT_FDCWD)
         while len(words) < MAX_INTERPRETERS and (line := _shebang(place)):
             words = [*line, *(words or [path])]
             place = self._paths.outside(words[0]) or words[0]
@@ -502,13 +550,25 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def _folder(pid: int, descriptor: int) -> bytes:
-    """The name outside of a folder that a process has open, or is in."""
-    name = "cwd" if descriptor == AT_FDCWD else f"fd/{descriptor}"
+def _link(descriptor: int) -> str:
+    """Of a folder that a process has open, or is in, among its own in /proc."""
+    return "cwd" if descriptor == AT_FDCWD else f"fd/{descriptor}"
+
+
+def _folder(pid: int, descriptor: int) -> bytes | None:
+    """The name outside of such a folder; None where it is too long, or there is none."""
     try:
-        return os.readlink(f"/proc/{pid}/{name}".encode())
+        return os.readlink(f"/proc/{pid}/{_link(descriptor)}".encode())
     except OSError:
-        return b"/"
+        return None
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return False
 
 
 def _shebang(path: bytes) -> list[bytes] | None:

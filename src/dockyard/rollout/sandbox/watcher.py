@@ -22,6 +22,9 @@ from dockyard.rollout.sandbox.tracer import Tracer
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 CAPABILITIES = 64
 CHECK_S = 0.5
+LONGEST_GAP_S = 10.0
+DEEPEST = 500
+"""How far folders may be nested: one is held open for each level while files are summed up."""
 SIGKILL = 9
 BLOCK_BYTES = 512
 ENTRY_BYTES = 1024  # of an empty file too: its name and what the disk keeps about it
@@ -137,13 +140,15 @@ def watch(settings: Settings, tracer: int, ended: int) -> str | None:
     events.register(ended, select.POLLIN)
     next_walk = time.monotonic()
     while not events.poll(CHECK_S * 1000):
-        memory = sum(private_bytes(pid) for pid in descendants(tracer))
-        if memory > settings.max_memory_bytes:
+        if takes_more(descendants(tracer), settings.max_memory_bytes):
             return f"its processes took more than {settings.max_memory_bytes >> 20} MB of memory"
         if (begin := time.monotonic()) >= next_walk:
-            if used_bytes(settings.folder, most := 2 * settings.storage_bytes) > most:
-                return f"its files took more than {most >> 20} MB"
-            next_walk = begin + 20 * (time.monotonic() - begin)
+            try:
+                if used_bytes(settings.folder, most := 2 * settings.storage_bytes) > most:
+                    return f"its files took more than {most >> 20} MB"
+            except RecursionError:
+                return f"its folders were nested more than {DEEPEST} deep"
+            next_walk = begin + min(20 * (time.monotonic() - begin), LONGEST_GAP_S)
     return None
 
 
@@ -162,49 +167,82 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def private_bytes(pid: int) -> int:
-    """What it holds of memory that no file on a disk stands for."""
-    total = 0
+def takes_more(pids: list[int], limit: int) -> bool:
+    """Whether they hold more memory that no file on a disk stands for.
+
+    The cheap sum counts a page for each process that has it, so it is only believed when it is small.
+    """
+    if sum(kilobytes(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) for pid in pids) << 10 <= limit:
+        return False
+    shares = (b"Pss_Anon:", b"Pss_Shmem:")
+    return sum(kilobytes(f"/proc/{pid}/smaps_rollup", shares) for pid in pids) << 10 > limit
+
+
+def kilobytes(file: str, lines: tuple[bytes, ...]) -> int:
+    """The sum of these lines of a file of /proc."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith((b"RssAnon:", b"RssShmem:")):
-                    total += int(line.split()[1]) << 10
-    except (OSError, ValueError):  # it ended meanwhile
+        with open(file, "rb") as content:
+            return sum(int(line.split()[1]) for line in content if line.startswith(lines))
+    except (OSError, ValueError):  # the process ended meanwhile
         return 0
-    return total
 
 
-def used_bytes(folder: str, enough: int) -> int:
-    """What the files below take on the disk; no further than `enough`."""
-    total = 0
-    pending = [folder]
-    while pending and total <= enough:
-        place = pending.pop()
-        for name in names_in(place):
-            path = f"{place}/{name}"
+class Folder:
+    """A folder that is being walked, by a descriptor: its path may be too long, or lead elsewhere by now."""
+
+    def __init__(self, name: str, parent: int | None = None) -> None:
+        self._closed: tuple[int, int] | None = None
+        flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self.fd = os.open(name, os.O_RDONLY | flags, dir_fd=parent)
+        except PermissionError:  # closed to hide what is in it
+            place = os.open(name, os.O_PATH | flags, dir_fd=parent)
+            self._closed = place, os.fstat(place).st_mode & 0o7777
+            os.chmod(f"/proc/self/fd/{place}", 0o700)
+            self.fd = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.folders: list[str] = []
+
+    def measure(self) -> int:
+        """What its own entries take; `folders` are those still to be looked into."""
+        total = 0
+        for name in os.listdir(self.fd):
             try:
-                info = os.lstat(path)
+                info = os.lstat(name, dir_fd=self.fd)
             except OSError:  # removed meanwhile
                 continue
             total += info.st_blocks * BLOCK_BYTES + ENTRY_BYTES
             if file_ops.is_folder(info):
-                pending.append(path)
-    return total
+                self.folders.append(name)
+        return total
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self._closed:
+            place, mode = self._closed
+            os.chmod(f"/proc/self/fd/{place}", mode)
+            os.close(place)
 
 
-def names_in(folder: str) -> list[str]:
-    """Also of a folder that was closed to hide what is in it."""
+def used_bytes(folder: str, enough: int) -> int:
+    """What the files below take on the disk; no further than `enough`. RecursionError if they lie too deep."""
+    walk = [Folder(folder)]
+    total = walk[-1].measure()
     try:
-        return os.listdir(folder)
-    except PermissionError:
-        try:
-            os.chmod(folder, 0o700)
-            return os.listdir(folder)
-        except OSError:
-            return []
-    except OSError:
-        return []
+        while walk and total <= enough:
+            if not walk[-1].folders:
+                walk.pop().close()
+                continue
+            if len(walk) > DEEPEST:
+                raise RecursionError
+            try:
+                walk.append(Folder(walk[-1].folders.pop(), walk[-1].fd))
+            except OSError:  # removed meanwhile
+                continue
+            total += walk[-1].measure()
+    finally:
+        for place in reversed(walk):
+            place.close()
+    return total
 
 
 def reap_all() -> None:
@@ -238,7 +276,8 @@ def trace(settings: Settings, server_socket: int) -> None:
             serve(settings, server_socket)
         os.close(server_socket)
         writable = tuple(f"{settings.folder}/{name}".encode() for name in ("root", "dev/shm"))
-        tracer = Tracer(paths(settings), writable, settings.max_processes)
+        shared = tuple(f"/{name}".encode() for name in settings.shared)
+        tracer = Tracer(paths(settings), writable, shared, settings.max_processes)
         tracer.seize(child)
         os.close(begin)
         tracer.run()
