@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".cache" / "test-logs"
 BIN = Path(sys.executable).parent
-JOBS = int(os.environ.get("JOBS") or 3)
+JOBS = os.environ.get("JOBS") or "3"
 MAY_INSTALL = os.environ.get("INSTALL") == "1"
 ENGINE_ANSWERS = """
 [ ! -f .cache/docker/env ] || . .cache/docker/env
@@ -214,7 +214,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._setup = asyncio.Lock()
-        self._jobs = asyncio.Semaphore(JOBS)
+        self._jobs = asyncio.Semaphore(int(JOBS))
 
     async def run(self, group: Group) -> Result:
         result = Result(group, missing=group.missing())
@@ -311,7 +311,16 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def check_settings() -> None:
+    if not JOBS.isdecimal() or int(JOBS) < 1:
+        sys.exit(f"error: JOBS is `{JOBS}`\nhint: JOBS=3 runs three groups at once")
+    strict = os.environ.get("STRICT") or "0"
+    if strict not in ("0", "1"):
+        sys.exit(f"error: STRICT is `{strict}`\nhint: STRICT=1 counts a group that is skipped as failed")
+
+
 def main(known: Sequence[Group] = GROUPS) -> int:
+    check_settings()
     groups = chosen(known)
     LOGS.mkdir(parents=True, exist_ok=True)
     engine_was_there = succeeds(ENGINE_ANSWERS)

@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 
-from dockyard.config import EnvironmentConfig, GatewayConfig
+from dockyard.collect.open import check_run
+from dockyard.config import EnvironmentConfig, GatewayConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.environments import check_environment, open_site, sandbox_site
 
@@ -156,3 +159,16 @@ async def test_any_other_type_is_handed_to_harbor_with_its_own_settings():
         assert site.environment.type.value == "daytona"
         assert site.environment.kwargs == {"auto_stop_interval_mins": 5}
         assert site.host is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "config"),
+    [
+        ("run_dir", RunConfig(run_dir=Path("/usr/src/app/runs/mine"))),
+        ("tasks.train", RunConfig(tasks=TasksConfig(train=Path("/usr/../usr/local/tasks")))),
+        ("tasks.heldout", RunConfig(tasks=TasksConfig(heldout=Path("/lib/tasks")))),
+    ],
+)
+def test_what_every_sandbox_could_read_is_refused(setting: str, config: RunConfig):
+    with pytest.raises(UsageError, match=f"`{setting}` is `.*`, which every task in a `sandbox` could read"):
+        check_run(config)

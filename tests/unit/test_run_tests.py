@@ -60,6 +60,17 @@ def test_a_group_that_cannot_run_is_skipped_with_its_reason_and_fails_only_when_
     assert script.main([passing(script), lacking(script)]) == 1
 
 
+def test_a_setting_of_the_tests_that_makes_no_sense_is_refused(script: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STRICT", "true")
+    with pytest.raises(SystemExit, match="STRICT is `true`"):
+        script.main([passing(script)])
+    monkeypatch.delenv("STRICT")
+    for jobs in ("0", "x", "-1"):
+        monkeypatch.setattr(script, "JOBS", jobs)
+        with pytest.raises(SystemExit, match=f"JOBS is `{jobs}`"):
+            script.main([passing(script)])
+
+
 def test_a_failure_shows_its_log_and_the_other_groups_still_run(script: Any, capsys: pytest.CaptureFixture[str]):
     bad = group(script, "bad", "echo the reason", "echo '1 failed, 2 passed in 0.10s'; exit 1", "echo never")
     assert script.main([bad, passing(script)]) == 1

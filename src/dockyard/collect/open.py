@@ -13,6 +13,7 @@ from dockyard.gateway.text_session import TextSource
 from dockyard.rollout.agents.wiring import MODEL_NAME, check_agent, runs_inside
 from dockyard.rollout.environments import Site, check_environment, open_site, reachable
 from dockyard.rollout.pool import RolloutPool
+from dockyard.rollout.sandbox.launch import VISIBLE
 from dockyard.rollout.trial import OnChange, Phases, TrialRunner
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Json, Rollout
@@ -30,7 +31,21 @@ class NoModel:
 def check_run(config: RunConfig) -> None:
     """Refuse an agent or an environment that cannot run, before anything starts."""
     check_agent(config.agent)
+    if config.environment.type == "sandbox":
+        _check_hidden(
+            {"run_dir": config.run_dir, "tasks.train": config.tasks.train, "tasks.heldout": config.tasks.heldout}
+        )
     check_environment(config.environment, config.gateway, agent=config.agent.name, inside=runs_inside(config.agent))
+
+
+def _check_hidden(folders: dict[str, Path | None]) -> None:
+    """Sandboxes see the host's programs: what lies among them, tests and solutions included, every task could read."""
+    for setting, folder in folders.items():
+        if folder and any(folder.resolve().is_relative_to(place) for place in VISIBLE):
+            raise UsageError(
+                f"`{setting}` is `{folder}`, which every task in a `sandbox` could read: it lies below /usr",
+                hint="move it, for example below /home or /workspace, or `--environment.type docker`",
+            )
 
 
 @asynccontextmanager

@@ -108,7 +108,10 @@ def _try_all(wanted: SandboxSetting, masked_abi: str | None) -> Mechanism | Sand
     second = _try_landlock()
     if isinstance(second, Mechanism):
         return second
-    return SandboxProblem(message=f"{first.message}; without namespaces: {second.message}", hint=first.hint)
+    return SandboxProblem(
+        message=f"{first.message}; without namespaces: {second.message}",
+        hint=f"{second.hint}; for namespaces: {first.hint}",
+    )
 
 
 def _try_namespaces() -> Mechanism | SandboxProblem:

@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 
 TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+VISIBLE = ("/usr", *(f"/{name}" for name in TOP_FOLDERS))
+"""Folders of the host that every sandbox can read."""
 READ_ONLY = ("/usr", "/etc", "/proc", "/dev", *(f"/{name}" for name in TOP_FOLDERS))
 """Where a task can put nothing."""
 FOLDERS = ("/app", "/home", "/opt", "/root", "/run", "/solution", "/srv", "/logs/agent", "/logs/artifacts")
