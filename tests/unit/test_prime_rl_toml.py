@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from prime_rl_documents import ROOT, documents, leaves, written
 
-from dockyard.backends.launch import Carried, Ignored
+from dockyard.backends.launch import Ignored, Supported
 from dockyard.backends.prime_rl.launch import BACKEND
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
@@ -59,10 +59,10 @@ def test_prime_rl_itself_takes_every_file_and_means_what_it_says(tmp_path: Path)
     assert keys == json.loads(KEYS.read_text())
 
 
-def test_every_setting_has_a_fate():
+def test_every_setting_is_supported_or_ignored_for_a_reason():
     for key in settings_by_key(RunConfig):
         if not key.startswith(("prime_rl.", "slime.")):
-            assert isinstance(BACKEND.fate(key, RunConfig()), Carried | Ignored)
+            assert isinstance(BACKEND.support(key, RunConfig()), Supported | Ignored)
 
 
 @pytest.mark.parametrize(
@@ -164,20 +164,20 @@ def test_an_option_that_a_setting_decides_is_refused_with_the_setting():
     ],
 )
 def test_a_setting_that_it_would_ignore_is_known_with_the_reason(words: tuple[str, ...], key: str, why: str):
-    fate = BACKEND.fate(key, run_file(*words))
-    assert isinstance(fate, Ignored)
-    assert why in fate.why
+    support = BACKEND.support(key, run_file(*words))
+    assert isinstance(support, Ignored)
+    assert why in support.why
 
 
 @pytest.mark.parametrize(
     "key", ["model.dtype", "model.device", "tasks.source", "rollout.max_building", "engine.retry_s"]
 )
 def test_what_it_does_anyway_is_no_reason_to_refuse(key: str):
-    assert isinstance(BACKEND.fate(key, run_file()), Carried)
+    assert isinstance(BACKEND.support(key, run_file()), Supported)
 
 
 def test_no_penalty_against_the_base_model_is_what_it_has():
-    assert isinstance(BACKEND.fate("grpo.kl_coef", run_file("--grpo.kl_coef=0")), Carried)
+    assert isinstance(BACKEND.support("grpo.kl_coef", run_file("--grpo.kl_coef=0")), Supported)
 
 
 def test_a_run_goes_on_from_its_checkpoint_and_begins_again_without_one(tmp_path: Path):

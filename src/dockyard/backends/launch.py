@@ -68,22 +68,22 @@ _OWN_SECTIONS = ("slime", "prime_rl")
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The engine does what the setting says."""
+class Supported:
+    """The setting has the same effect under the backend as under `dockyard train`."""
 
     by: str
-    """What carries it there: an option of the engine, or `rollouts` where our own code heeds it as ever."""
+    """What applies it: the backend's options, or `rollouts` where Dockyard's own rollout code does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Nothing would come of the setting, so a run that has it written is refused."""
+    """The setting would have no effect, so a run that sets it explicitly is refused."""
 
     why: str
-    """Ends the sentence "slime ignores `trainer.lora_r`, ...: "."""
+    """Completes the sentence "slime ignores `trainer.lora_r`, ...: "."""
 
 
-type Support = Carried | Ignored
+type Support = Supported | Ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,8 @@ class Backend(Protocol):
         """As on the command line."""
         ...
 
-    def fate(self, key: str, config: RunConfig) -> Support:
-        """What becomes of a setting, by its dotted key."""
+    def support(self, key: str, config: RunConfig) -> Support:
+        """Return whether the backend supports the setting with this dotted key. Raise `KeyError` for unknown keys."""
         ...
 
     def check(self, config: RunConfig) -> None:
@@ -123,12 +123,12 @@ class Backend(Protocol):
 
 
 def refuse_ignored(backend: Backend, config: RunConfig, written: Provenance) -> None:
-    """An error that names every setting somebody wrote and nothing would come of."""
+    """Raise an error that names every explicitly set setting that the backend would ignore."""
     ignored = {
-        key: fate.why
+        key: support.why
         for key in written.places
         if key.partition(".")[0] not in _OWN_SECTIONS
-        if isinstance(fate := backend.fate(key, config), Ignored)
+        if isinstance(support := backend.support(key, config), Ignored)
     }
     drop = f"`--drop {','.join(ignored)}` runs without"
     raise_if_any(

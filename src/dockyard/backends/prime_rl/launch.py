@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.backends.launch import BackendLaunch, Support
-from dockyard.backends.prime_rl.setting_support import fate
+from dockyard.backends.prime_rl.setting_support import support
 from dockyard.backends.prime_rl.toml import CONTEXT_LENGTH, PLUGIN, RUN, rl_settings
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
@@ -74,8 +74,8 @@ class PrimeRL:
 
     name: str = "prime-rl"
 
-    def fate(self, key: str, config: RunConfig) -> Support:
-        return fate(key, config)
+    def support(self, key: str, config: RunConfig) -> Support:
+        return support(key, config)
 
     def check(self, config: RunConfig) -> None:
         check_installed(find_rl(config.prime_rl.checkout))

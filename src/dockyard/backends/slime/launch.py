@@ -15,7 +15,7 @@ from dockyard.backends.launch import BackendLaunch, Support
 from dockyard.backends.slime.arguments import Places, arguments, check_more, is_evaluated
 from dockyard.backends.slime.layout import Layout, ParallelSplit, lay_out, read_shape, shape_arguments, usual_split
 from dockyard.backends.slime.script import HELD, Script, custom_config
-from dockyard.backends.slime.setting_support import fate
+from dockyard.backends.slime.setting_support import support
 from dockyard.cache import cache_dir
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import known_as
@@ -128,8 +128,8 @@ class _Slime:
 
     name = "slime"
 
-    def fate(self, key: str, config: RunConfig) -> Support:
-        return fate(key, config)
+    def support(self, key: str, config: RunConfig) -> Support:
+        return support(key, config)
 
     def check(self, config: RunConfig) -> None:
         check_machine(config)
