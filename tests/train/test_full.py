@@ -309,7 +309,9 @@ def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(
         (prime_rl.support, ["--trainer.method=full"], Ignored),
     ],
 )
-def test_other_engines_support_only_the_methods_they_train(support: Any, settings: list[str], kind: type[Supported | Ignored]):
+def test_other_engines_support_only_the_methods_they_train(
+    support: Any, settings: list[str], kind: type[Supported | Ignored]
+):
     config = load_run_config(None, ["--tasks.source=demo", *settings])
     assert isinstance(support("trainer.method", config), kind)
 

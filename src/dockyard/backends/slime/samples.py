@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from dockyard.backends.slime.classes import SampleEntry, SlimeSample, new_sample
 from dockyard.config import RunConfig
-from dockyard.convert.conversation import Converted
-from dockyard.convert.samples import SampleNumbers, samples_of
+from dockyard.convert.samples import SampleMeta, SampleNumbers, samples_of
 from dockyard.convert.slime_pt import slime_rows
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Group, Rollout
@@ -28,17 +27,14 @@ def rollout_samples(
     rollout: Rollout, group: str, numbers: SampleNumbers, config: RunConfig, renderer: Renderer
 ) -> list[SlimeSample]:
     """Those of one rollout, which share its `rollout_id`. One that is lost, or sampled nothing, gets padding."""
-    converted = Converted(
-        where=group,
-        trial="",
+    meta = SampleMeta(
         agent=config.agent.name,
         model=config.model.name,
-        rollout=rollout,
         group=group,
         exact=True,
         skipped="no_reward" if rollout.reward is None else None,
     )
-    return [new_sample(row) for row in slime_rows(samples_of(converted, numbers, renderer, pad=True))]
+    return [new_sample(row) for row in slime_rows(samples_of(rollout, meta, numbers, renderer, pad=True))]
 
 
 def _absent(size: int) -> Group:
