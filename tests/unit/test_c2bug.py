@@ -20,8 +20,7 @@ from dockyard.tasks.c2bug.grading import dockyard_report, grade
 from dockyard.tasks.c2bug.prepare import beside, command_of, files_of, folders_of
 from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout
 from dockyard.tasks.c2bug.task import FILES, TEMPLATE
-from dockyard.tasks.folder import WrittenTasks
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import WrittenTasks, load_tasks
 from dockyard.tasks.split import Selection
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.resume import CheckPurpose
 from dockyard.run_dir.run import Purpose, RunDir, read_purpose
+from dockyard.tasks.folder import load_tasks, survey_tasks
 from dockyard.tasks.generated import write_demo_tasks
-from dockyard.tasks.sources import load_tasks, survey_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 TRIAL = Path("trials/a")

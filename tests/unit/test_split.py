@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dockyard.errors import DockyardError
-from dockyard.tasks.folder import write_task
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks, write_task
 from dockyard.tasks.split import Split, read_split, split_tasks, write_split
 from dockyard.types import Task
 

@@ -19,8 +19,7 @@ from swebench_rows import GOLD, MARKS, SCRIPT, row, write_rows
 
 from dockyard.cli import main
 from dockyard.errors import UsageError
-from dockyard.tasks.folder import WrittenTasks
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import WrittenTasks, load_tasks
 from dockyard.tasks.split import Selection
 from dockyard.tasks.swebench import write_swebench_tasks
 from dockyard.tasks.swebench.harness import find_harness

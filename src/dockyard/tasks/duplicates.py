@@ -13,7 +13,7 @@ from hashlib import blake2b, file_digest
 from itertools import chain
 from pathlib import Path, PurePath
 
-from dockyard.tasks.sources import task_settings
+from dockyard.tasks.folder import task_settings
 from dockyard.types import Task
 
 _BULLET = re.compile(r"^\s*[-*+]\s+", re.MULTILINE)

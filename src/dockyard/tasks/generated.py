@@ -16,6 +16,10 @@ from pathlib import Path
 from string import Template
 from typing import Protocol
 
+from dockyard.config import TasksConfig
+from dockyard.tasks.folder import load_tasks
+from dockyard.tasks.sources import SourceRequest, SourceTasks
+
 _TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
 bucket butter button cabin candle canyon carpet castle cedar cherry chimney circle clover cobalt comet copper coral
 cotton cradle crystal dagger dragon eagle ember falcon feather fiddle forest fossil garden ginger glacier goblet granite
@@ -372,3 +376,22 @@ TRAIL_KINDS: Kinds = {"three-calls": partial(_trail, num_notes=2), "four-calls":
 def write_trail_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
     """Fill `folder/train` and `folder/heldout` with Harbor tasks. The same arguments give the same tasks."""
     write_generated(folder, "trail", TRAIL_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTasks:
+    """Tasks that are generated for each run, training and held-out ones."""
+
+    write: WriteTasks
+
+    def check(self, settings: TasksConfig) -> None:
+        """Any settings can be generated."""
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        settings, folder = request.settings, request.folder
+        self.write(folder, num_train=settings.num_train, num_heldout=settings.num_heldout, seed=request.seed)
+        return SourceTasks(train=load_tasks(folder / "train"), heldout=load_tasks(folder / "heldout"))
+
+
+DEMO = GeneratedTasks(write_demo_tasks)
+TRAIL = GeneratedTasks(write_trail_tasks)

@@ -10,15 +10,19 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dockyard.cache import cache_dir
+from dockyard.config import TasksConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks.sources import load_tasks, task_settings
+from dockyard.tasks.folder import load_tasks, task_settings
+from dockyard.tasks.sources import SourceRequest, SourceTasks
 from dockyard.tasks.split import Selection
 from dockyard.types import Task
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REGISTRY_VARIABLE = "DOCKYARD_REGISTRY"
+DEFAULT_DATASET = "swebench-verified@1.0"
 _REACH_S = 5.0
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.:-]+)?")
 _INSTANCE = re.compile(r"(?P<owner>.+?)__(?P<name>.+)-\d+")
@@ -224,3 +229,34 @@ def _metadata(task: Task) -> dict[str, Any]:
 def _repo_in(name: str) -> str:
     match = _INSTANCE.fullmatch(name)
     return f"{match['owner']}/{match['name']}" if match else ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFolders:
+    """Tasks that exist as folders, of which the settings select some."""
+
+    find: Callable[[TasksConfig], list[Task]]
+    name_of: Callable[[TasksConfig], str]
+    """The name by which messages refer to them."""
+
+    def check(self, settings: TasksConfig) -> None:
+        self.find(settings)
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        where = self.name_of(request.settings)
+        chosen = select_tasks(self.find(request.settings), request.selection, where)
+        request.warn_if_fewer(len(chosen), where)
+        return SourceTasks(train=chosen)
+
+
+def _in_folder(settings: TasksConfig) -> list[Task]:
+    assert settings.train is not None  # load_run_config refuses the source `folder` without it
+    return load_tasks(settings.train)
+
+
+def _in_registry(settings: TasksConfig) -> list[Task]:
+    return asyncio.run(load_dataset(settings.dataset or DEFAULT_DATASET, registry=settings.registry))
+
+
+FOLDER = TaskFolders(_in_folder, lambda settings: str(settings.train))
+HARBOR = TaskFolders(_in_registry, lambda settings: settings.dataset or DEFAULT_DATASET)

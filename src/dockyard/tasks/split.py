@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import write_atomically
 from dockyard.tasks.duplicates import duplicate_classes
-from dockyard.tasks.sources import task_settings
+from dockyard.tasks.folder import task_settings
 from dockyard.types import Task
 
 

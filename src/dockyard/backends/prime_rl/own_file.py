@@ -13,7 +13,7 @@ from dockyard.errors import UsageError
 from dockyard.run_dir.durable import disk_errors
 from dockyard.settings.load import read_toml
 from dockyard.settings.text import toml_document
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dockyard.tasks.c2bug.task import read_template, task_files, task_name
 from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, WrittenTasks, check_out, put_task
 from dockyard.tasks.repository import GitError, Repositories, Repository
 from dockyard.tasks.rows import DatasetRow, Rows, choose_rows, read_rows
+from dockyard.tasks.sources import DatasetRows, SourceRequest
 from dockyard.tasks.split import Selection
 
 logger = logging.getLogger(__name__)
@@ -113,3 +114,19 @@ def _write(row: DatasetRow, columns: Mapping[str, str], writer: _Writer, written
     else:
         logger.info("wrote %s", name)
         written.names.append(name)
+
+
+def _write_requested(folder: Path, request: SourceRequest) -> WrittenTasks:
+    settings = request.settings
+    return write_c2bug_tasks(
+        folder,
+        dataset=settings.dataset or DEFAULT_DATASET,
+        split=settings.split,
+        selection=request.selection,
+        mapping=settings.map,
+        repositories=settings.repositories,
+        image=settings.image,
+    )
+
+
+SOURCE = DatasetRows(_write_requested)

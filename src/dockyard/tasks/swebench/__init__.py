@@ -7,11 +7,12 @@ from string import Template
 
 from dockyard.tasks.folder import OccupiedError, Skipped, WrittenTasks, check_out, put_task
 from dockyard.tasks.rows import DatasetRow, choose_rows, read_rows
+from dockyard.tasks.sources import DatasetRows, SourceRequest
 from dockyard.tasks.split import Selection
 from dockyard.tasks.swebench.harness import TEMPLATE, Harness, find_harness
 from dockyard.tasks.swebench.instance import DEFAULT_DATASET, Instance, UnusableRowError, match, read_instance
 
-__all__ = ["DEFAULT_DATASET", "write_swebench_tasks"]
+__all__ = ["DEFAULT_DATASET", "SOURCE", "write_swebench_tasks"]
 
 _TIMEOUT_S = 1800
 """Of the tests, as in SWE-bench's own runs."""
@@ -84,3 +85,17 @@ def task_files(instance: Instance, harness: Harness) -> dict[str, str | bytes | 
 def _ended(patch: str) -> str:
     """git refuses a patch whose last line does not end."""
     return patch if patch.endswith("\n") else f"{patch}\n"
+
+
+def _write_requested(folder: Path, request: SourceRequest) -> WrittenTasks:
+    settings = request.settings
+    return write_swebench_tasks(
+        folder,
+        dataset=settings.dataset or DEFAULT_DATASET,
+        split=settings.split,
+        selection=request.selection,
+        mapping=settings.map,
+    )
+
+
+SOURCE = DatasetRows(_write_requested)

@@ -30,7 +30,7 @@ from dockyard.gateway.text_session import Recall, TextSession
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.run_dir.run import settings_file, trials_folder
 from dockyard.settings.load import load_run_config
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Json, Rollout, Task
 
 _OVERFLOW = "context_length"

@@ -21,7 +21,7 @@ from dockyard.collect.open import check_run, open_runner
 from dockyard.collect.policy import find, opened
 from dockyard.config import RunConfig
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout, Segment
 
 

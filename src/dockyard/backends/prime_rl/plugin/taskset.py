@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 from dockyard.backends.launch import read_task_list
 from dockyard.errors import UsageError
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Task
 
 PLUGIN = "harbor_env"
