@@ -49,7 +49,7 @@ def test_settings_that_the_backend_would_ignore_are_refused_together_with_their_
     Path("run.toml").write_text('[model]\ndevice = "cuda"\n[tasks]\nsource = "demo"\n[engine]\ntype = "transformers"\n')
     assert main(["backend", backend, "run.toml", "--model.device", "cpu", "--dry-run"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    hint = "hint: remove it; `--drop model.device,engine.type` runs without"
+    hint = "hint: remove it, or add `--drop model.device,engine.type`"
     assert errors[0].startswith(f'error: {backend} ignores `model.device`, which is `"cpu"` on the command line: ')
     assert errors[1].startswith(f'error: {backend} ignores `engine.type`, which is `"transformers"` in `run.toml`: ')
     assert len(errors) == 2

@@ -128,11 +128,14 @@ def test_history_stays_as_it_was_sampled():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--model.name=mine/qwen"], "does not know how to render prompts for `mine/qwen`"),
+        (["--model.name=mine/qwen"], "has no renderer for `model.name` = `mine/qwen`"),
         (["--steps=0"], "`steps` is 0"),
         (["--rollout.concurrency=3"], "`rollout.concurrency` is 3"),
-        (["--prime_rl.tensor_parallel=2"], "no multiple of `prime_rl.tensor_parallel`, 2"),
-        (["--prime_rl.options.trainer.optim.lr=1"], "`prime_rl.options.trainer.optim.lr` is `1e-06` by other settings"),
+        (["--prime_rl.tensor_parallel=2"], "not a multiple of `prime_rl.tensor_parallel`, 2"),
+        (
+            ["--prime_rl.options.trainer.optim.lr=1"],
+            "`prime_rl.options.trainer.optim.lr` is already set to `1e-06` by another setting",
+        ),
         (["--prime_rl.options.orchestrator.train.source=[]"], "`prime_rl.options.orchestrator.train.source` is"),
     ],
 )
@@ -145,22 +148,22 @@ def test_what_contradicts_itself_is_refused(words: list[str], part: str):
 def test_an_option_that_a_setting_decides_is_refused_with_the_setting():
     with pytest.raises(UsageError) as caught:
         written(run_file("--prime_rl.options.orchestrator.batch_size=9"))
-    assert caught.value.hint == "write `grpo.tasks_per_step`"
+    assert caught.value.hint == "set `grpo.tasks_per_step` instead"
 
 
 @pytest.mark.parametrize(
     ("words", "key", "why"),
     [
-        ((), "grpo.clip_low", "by how far their probability moved"),
-        ((), "grpo.clip_high", "by how far their probability moved"),
+        ((), "grpo.clip_low", "by the change of their probability"),
+        ((), "grpo.clip_high", "by the change of their probability"),
         ((), "grpo.kl_coef", "it has no reference model"),
-        ((), "rollout.max_lost_share", "a rule of its own"),
+        ((), "rollout.max_lost_share", "its own rule"),
         ((), "trainer.micro_batch_tokens", "it packs sequences"),
-        ((), "gateway.port", "a gateway of its own"),
+        ((), "gateway.port", "its own gateway"),
         ((), "engine.max_batch", "it starts vLLM itself"),
         (("--model.dtype=float32",), "model.dtype", "bfloat16"),
         (("--model.device=cpu",), "model.device", "it needs GPUs"),
-        (("--prime_rl.num_workers=2",), "rollout.max_building", "each of several workers"),
+        (("--prime_rl.num_workers=2",), "rollout.max_building", "to each worker separately"),
     ],
 )
 def test_a_setting_that_it_would_ignore_is_known_with_the_reason(words: tuple[str, ...], key: str, why: str):

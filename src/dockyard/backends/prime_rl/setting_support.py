@@ -55,12 +55,12 @@ _BY_ROLLOUTS = (
 )
 _OWN_ENGINE = "it starts vLLM itself"
 _OWN_CLIPPING = (
-    "its loss leaves out tokens by how far their probability moved, not by a ratio; "
-    "`prime_rl.options.trainer.loss.dppo_mask_low` and `dppo_mask_high` are its bounds"
+    "its loss masks tokens by the change of their probability instead of clipping the ratio; "
+    "`prime_rl.options.trainer.loss.dppo_mask_low` and `dppo_mask_high` set its bounds"
 )
-_OWN_GATEWAYS = "each of its processes opens a gateway of its own, on a free port"
-_OWN_ALGORITHM = "its advantages and its loss are its own; `prime_rl.options.orchestrator.algo` chooses among them"
-_OWN_TRACKERS = "it has monitors of its own; `prime_rl.options.monitors.wandb` is one"
+_OWN_GATEWAYS = "each of its processes opens its own gateway on a free port"
+_OWN_ALGORITHM = "it has its own advantages and loss; `prime_rl.options.orchestrator.algo` selects them"
+_OWN_TRACKERS = "it has its own monitors, for example `prime_rl.options.monitors.wandb`"
 _IGNORED = {
     **{
         f"grpo.{name}": _OWN_ALGORITHM
@@ -69,12 +69,12 @@ _IGNORED = {
             *("kl_type", "zero_variance", "overlong", "overlong_length", "overlong_buffer"),
         )
     },
-    "grpo.dynamic_sampling": "it leaves out groups without a difference by itself, and samples on",
-    "grpo.max_tries": "it leaves out groups without a difference by itself, and samples on",
-    "trainer.compile": "`prime_rl.options.trainer.model.compile` is its own",
-    "trainer.offload": "`prime_rl.options.trainer.model.ac_offloading` is its own",
+    "grpo.dynamic_sampling": "it drops groups with equal rewards by itself and samples others",
+    "grpo.max_tries": "it drops groups with equal rewards by itself and samples others",
+    "trainer.compile": "it has its own setting, `prime_rl.options.trainer.model.compile`",
+    "trainer.offload": "it has its own setting, `prime_rl.options.trainer.model.ac_offloading`",
     "trainer.max_skipped_steps": "it has no such limit",
-    "trainer.keep_last": "`prime_rl.options.ckpt.keep_last` is its own",
+    "trainer.keep_last": "it has its own setting, `prime_rl.options.ckpt.keep_last`",
     "trainer.keep_best": "it does not compare checkpoints",
     "tracker.wandb": _OWN_TRACKERS,
     "tracker.tensorboard": _OWN_TRACKERS,
@@ -85,20 +85,20 @@ _IGNORED = {
     "engine.api_key_env": _OWN_ENGINE,
     "engine.launch": _OWN_ENGINE,
     "engine.command": _OWN_ENGINE,
-    "engine.memory_share": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.memory_share": f"{_OWN_ENGINE}; set `prime_rl.options.inference.vllm.gpu_memory_utilization`",
     "engine.args": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm` takes vLLM's options",
-    "engine.max_batch": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.max_num_seqs` is vLLM's",
-    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
-    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `prime_rl.options.inference.vllm.gpu_memory_utilization` is vLLM's",
+    "engine.max_batch": f"{_OWN_ENGINE}; set `prime_rl.options.inference.vllm.max_num_seqs`",
+    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; set `prime_rl.options.inference.vllm.gpu_memory_utilization`",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; set `prime_rl.options.inference.vllm.gpu_memory_utilization`",
     "engine.deterministic": _OWN_ENGINE,
     "gateway.port": _OWN_GATEWAYS,
     "gateway.public_url": f"{_OWN_GATEWAYS}; `gateway.tunnel` opens one for each",
-    "rollout.max_lost_share": "it has a rule of its own: it stops after several batches without anything to train on",
+    "rollout.max_lost_share": "it has its own rule: it stops after several batches without anything to train on",
     "grpo.clip_low": _OWN_CLIPPING,
     "grpo.clip_high": _OWN_CLIPPING,
     "trainer.micro_batch_tokens": "it packs sequences up to `engine.context_length`",
 }
-_WORKERS = "each of several workers would have that many; `--prime_rl.num_workers 1` has one"
+_WORKERS = "the limit would apply to each worker separately; `--prime_rl.num_workers 1` starts one worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,11 @@ _CONDITIONAL = {
     ),
     "model.device": _Conditional(lambda config: config.model.device != "cpu", "GPUs", "it needs GPUs"),
     "tasks.source": _Conditional(
-        lambda config: config.tasks.source != "recorded", "rollouts", "it learns from rollouts of its own"
+        lambda config: config.tasks.source != "recorded", "rollouts", "it trains on new rollouts only"
     ),
     "grpo.kl_coef": _Conditional(
         lambda config: config.grpo.kl_coef == 0,
-        "no penalty against the base model, which it has none of",
+        "no reference model, as without a KL penalty",
         "it has no reference model; `prime_rl.options.trainer.loss.kl_tau` is against the weights that sampled",
     ),
     **{

@@ -52,14 +52,14 @@ _BY_ROLLOUTS = (
     *("rollout.verifier_timeout_s", "rollout.total_timeout_s", "rollout.retries", "rollout.max_lost_share"),
 )
 _OWN_ENGINE = "it starts SGLang engines itself"
-_ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains adapters"
-_OWN_TRACKERS = "it has trackers of its own; `slime.args` takes `--use-wandb`"
+_ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains LoRA adapters"
+_OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
-    "grpo.dynamic_sampling": "`slime.dynamic_sampling` has SLiME do it",
-    "grpo.max_tries": "`slime.dynamic_sampling` has SLiME do it",
-    "trainer.compile": "Megatron has kernels of its own",
-    "trainer.offload": "Megatron's recomputation is set by `slime.args`",
-    "trainer.max_skipped_steps": "Megatron skips such updates and goes on",
+    "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
+    "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
+    "trainer.compile": "Megatron has its own kernels",
+    "trainer.offload": "set Megatron's recomputation in `slime.args`",
+    "trainer.max_skipped_steps": "Megatron skips such updates without a limit",
     "trainer.keep_last": "it keeps all checkpoints",
     "trainer.keep_best": "it keeps all checkpoints",
     "tracker.wandb": _OWN_TRACKERS,
@@ -73,12 +73,12 @@ _IGNORED = {
     "engine.retry_s": _OWN_ENGINE,
     "engine.launch": _OWN_ENGINE,
     "engine.command": _OWN_ENGINE,
-    "engine.memory_share": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.args": f"{_OWN_ENGINE}; `slime.args` takes SGLang's arguments",
-    "engine.max_batch": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-max-running-requests`",
-    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.deterministic": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-enable-deterministic-inference`",
+    "engine.memory_share": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.args": f"{_OWN_ENGINE}; set SGLang's arguments in `slime.args`",
+    "engine.max_batch": f"{_OWN_ENGINE}; set `--sglang-max-running-requests` in `slime.args`",
+    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.deterministic": f"{_OWN_ENGINE}; set `--sglang-enable-deterministic-inference` in `slime.args`",
 }
 _OWN_ALGORITHM = "it supports only the defaults of `grpo.algorithm` `grpo`"
 _AS_GRPO = (
