@@ -85,12 +85,12 @@ def test_each_change_is_told():
     for part in (
         "`[[orchestrator.env]]` is now `[[orchestrator.train.source]]`",
         "`wandb` is now `monitors.wandb`",
-        "`orchestrator.rollouts_per_example` is `orchestrator.group_size`",
-        "`args.n_parallel_envs` is `orchestrator.concurrency.max_inflight`, of the whole run",
-        "`args.vllm_base_url` was removed: Prime-RL says where its engine is",
+        "`orchestrator.rollouts_per_example` is now `orchestrator.group_size`",
+        "`args.n_parallel_envs` is now `orchestrator.concurrency.max_inflight`, for the whole run",
+        "`args.vllm_base_url` was removed: Prime-RL passes the address of its engine",
     ):
         assert part in notes
-    assert any(note.startswith("`orchestrator.buffer` is gone") for note in notes)
+    assert any(note.startswith("`orchestrator.buffer` was removed") for note in notes)
 
 
 def test_what_is_todays_already_stays_as_it_is():

@@ -178,4 +178,4 @@ def clear_away(environment_type: str) -> None:
         return
     with suppress(DockerError, DockerUnreachableError, TimeoutError):  # the next run removes them
         if leftovers := asyncio.run(remove_leftovers()):
-            logger.info("removed what the run left behind: %s", leftovers)
+            logger.info("removed leftovers of the run: %s", leftovers)
