@@ -220,7 +220,7 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
     [
         ([], "a check needs a folder of tasks", "dockyard tasks check DIR"),
         (["nowhere"], "`{}/nowhere` is not a folder of tasks", "dockyard tasks demo"),
-        (["empty"], "`{}/empty` holds no tasks", "dockyard tasks demo"),
+        (["empty"], "`{}/empty` has no tasks", "dockyard tasks demo"),
         (["in", "--difficulty=1"], "argument --difficulty: `1` is no whole number from 2", "tasks check --help"),
         (["in", "--dificulty=4"], "`--dificulty` is not an option", "did you mean `--difficulty`?"),
         (["in", "--keep", "in"], "`in` is already there", "a new or an empty folder"),

@@ -103,7 +103,7 @@ def test_a_split_is_read_back_as_it_was_written(tasks: list[Task], tmp_path: Pat
 def test_a_file_that_is_no_split_is_named(tmp_path: Path, text: str):
     file = tmp_path / "split.json"
     file.write_text(text)
-    with pytest.raises(DockyardError, match="split.json` is no split of tasks"):
+    with pytest.raises(DockyardError, match="split.json` is not a split of tasks"):
         read_split(file)
     with pytest.raises(DockyardError, match="none.json` cannot be read"):
         read_split(tmp_path / "none.json")

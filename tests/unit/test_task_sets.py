@@ -111,7 +111,7 @@ def test_a_listed_task_that_is_gone_is_named_and_paths_may_be_relative_to_the_re
     registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": listed}]))
     with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry) as run:
         assert [task.name for task in task_sets(run).train] == ["django__django-1"]
-    assert "a task of `mine@1.0` is left out: " in caplog.text
+    assert "skipped a task of `mine@1.0`: " in caplog.text
     assert "gone" in caplog.text
 
 
@@ -119,7 +119,7 @@ def test_an_empty_dataset_of_a_registry_is_an_error(tmp_path: Path):
     registry = tmp_path / "registry.json"
     registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": []}]))
     config = {"source": "harbor", "dataset": "mine@1.0", "registry": registry}
-    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks that are here"):
+    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks on this machine"):
         check_tasks(RunConfig.model_validate({"tasks": config}))
 
 
@@ -151,7 +151,7 @@ def test_a_dataset_of_a_registry_is_found_by_its_name(tmp_path: Path, tasks: Pat
     with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry, limit=5) as run:
         assert len(task_sets(run).train) == 5
     wrong = {"source": "harbor", "dataset": "mine@2.0", "registry": registry}
-    with pytest.raises(DockyardError, match="`mine@2.0` could not be had"):
+    with pytest.raises(DockyardError, match="`mine@2.0` could not be loaded"):
         check_tasks(RunConfig.model_validate({"tasks": wrong}))
 
 
