@@ -135,9 +135,7 @@ async def test_without_network_and_copy_the_error_says_what_to_do(tmp_path: Path
     monkeypatch.setattr("harbor.registry.client.harbor.config.HARBOR_SUPABASE_URL", "http://127.0.0.1:1")
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        DockyardError, match="`terminal-bench@2.0` is not in the cache, and Harbor's .* reached"
-    ) as error:
+    with pytest.raises(DockyardError, match="`terminal-bench@2.0` is not in the cache, .*Harbor's .* reached") as error:
         await load_dataset("terminal-bench@2.0")
     assert "DOCKYARD_REGISTRY" in error.value.hint
     assert str(tmp_path / "cache" / "datasets" / "terminal-bench@2.0") in error.value.hint
