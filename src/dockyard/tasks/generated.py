@@ -1,7 +1,7 @@
 """Generate small Harbor tasks, with other words, file names and phrasings for the held-out ones.
 
 `demo`: six kinds of shell work, for a first run that learns on a CPU. `trail`: tasks of three or four model calls, in
-which a note names the next note and the last one a word and a file. Each note lies in a folder with a random name. A
+which a note names the next note and the last one a word and a file. Each note is in a folder with a random name. A
 script could still follow them all in one call; with the `shell` agent's `commands = ["cat", "echo"]` each note needs
 its own call. Some training notes spell out the command, because a small model needs initial successes; no held-out note
 does.
