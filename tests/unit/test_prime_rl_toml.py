@@ -16,6 +16,7 @@ from prime_rl_documents import ROOT, documents, leaves, written
 
 from dockyard.backends.launch import Ignored, Supported
 from dockyard.backends.prime_rl.launch import BACKEND
+from dockyard.backends.prime_rl.setting_support import setting_of
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.settings.load import load_run_config
@@ -57,6 +58,21 @@ def test_prime_rl_itself_takes_every_file_and_means_what_it_says(tmp_path: Path)
         assert [pair for pair in leaves(values) if pair[1] != {} and pair not in theirs] == []
     keys = sorted({key for values in resolved.values() for key, _ in leaves(values)})
     assert keys == json.loads(KEYS.read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("seq_len", "engine.context_length"),
+        ("inference.vllm.seed", "seed"),
+        ("orchestrator.train.sampling.max_completion_tokens", "sampling.max_new_tokens"),
+        ("orchestrator.eval.sampling.max_completion_tokens", "sampling.max_new_tokens"),
+        ("and", None),
+        ("tasks", None),
+    ],
+)
+def test_a_key_of_prime_rl_leads_to_the_setting_that_decides_it(key: str, setting: str | None):
+    assert setting_of(key) == setting
 
 
 def test_every_setting_is_supported_or_ignored_for_a_reason():
