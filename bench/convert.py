@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.read import read_trials
 from dockyard.convert.report import ConversionReport
-from dockyard.convert.samples import SampleNumbers, open_writer, samples_of
+from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
 from dockyard.gateway.render.renderer import Renderer
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -118,7 +118,7 @@ def convert(job: Path, folder: Path) -> Figures:
     with open_writer(folder / "samples.parquet") as writer:
         for found in read_trials(job, renderer):
             report.add(found)
-            for sample in samples_of(found, numbers, renderer):
+            for sample in converted_samples(found, numbers, renderer):
                 writer.write(sample)
     taken = watch.read()
     assert report.converted == report.trials, report.table()

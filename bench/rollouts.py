@@ -31,7 +31,7 @@ from dockyard.collect.open import NoModel, open_pool
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
 from dockyard.rollout.pool import Order
 from dockyard.run_dir.run import RunDir
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout
 
 IMAGE = "dockyard/base:1"

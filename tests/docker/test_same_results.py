@@ -16,8 +16,8 @@ from dockyard.engine.model_dir import find_model
 from dockyard.engine.weights import load_model
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.settings.load import load_run_config
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import DEMO_KINDS, write_demo_tasks
-from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = [pytest.mark.train, pytest.mark.filterwarnings("default")]

@@ -14,7 +14,7 @@ from swebench_issues import ISSUES, Built, build, run_in
 from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig, EnvironmentConfig
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.swebench import write_swebench_tasks
 from dockyard.tasks.swebench.instance import public_image
 

@@ -28,8 +28,8 @@ from dockyard.config import RunConfig
 from dockyard.rollout.job import read_job
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import write_demo_tasks
-from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")

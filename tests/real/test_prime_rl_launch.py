@@ -58,7 +58,7 @@ def test_an_old_file_is_translated_with_a_message_and_handed_to_rl(tmp_path: Pat
     old.write_text((ROOT / "tests" / "data" / "prime_rl_old.toml").read_text())
     done = run("-m", "src.train", "--config", old, checkout=checkout)
     assert done.returncode == 0, done.stderr
-    assert "`[[orchestrator.env]]` is `[[orchestrator.train.source]]`" in done.stderr
+    assert "`[[orchestrator.env]]` is now `[[orchestrator.train.source]]`" in done.stderr
     assert told(checkout)["words"] == ["@", str(tmp_path / "old.translated.toml")]
 
 

@@ -36,7 +36,7 @@ class Bench:
         write_demo_tasks(folder / "demo", num_train=4, num_heldout=4, seed=0)
         self.solutions = solutions(folder / "demo" / "train", folder / "demo" / "heldout")
         router.script = self.solve
-        self.crews: list[RolloutWorker] = []
+        self.workers: list[RolloutWorker] = []
         self.runs: list[RunDir] = []
 
     def solve(self, prompt: str) -> str:
@@ -52,13 +52,13 @@ class Bench:
         run = new_run(self.folder / f"run-{len(self.runs)}", **{"tasks": tasks or demo, **SMALL, **more})
         self.runs.append(run)
         args = slime_args(run.path, self.router.url, model_folder(), num_rollout=num_steps)
-        self.crews.append(hooks.crew_of(args))
+        self.workers.append(hooks.worker_of(args))
         self.router.routing_keys.clear()  # of the check when it connected
         return args
 
     def close(self) -> None:
-        for crew in self.crews:
-            crew.close()
+        for worker in self.workers:
+            worker.close()
         for run in self.runs:
             run.close()
 
@@ -180,10 +180,10 @@ def test_a_run_without_held_out_tasks_says_so(bench: Bench):
 def test_what_is_recorded_is_not_made_again(bench: Bench):
     args = bench.args(**FORKING)
     made = unpacked(hooks.generate_rollout(args, 0, None).samples)
-    bench.crews[0].close()
+    bench.workers[0].close()
     asked = len(bench.router.drawn)
     again = RolloutWorker(WorkerKey.of(args))
-    bench.crews.append(again)
+    bench.workers.append(again)
     groups = again.collect(0)
     assert len(bench.router.drawn) == asked
     assert [rollout.reward for group in groups for rollout in group.rollouts] == [1.0] * 4

@@ -16,8 +16,8 @@ from server_fakes import FakeHosted, served
 from trials import write_task
 
 from dockyard.cli import main
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import write_demo_tasks
-from dockyard.tasks.sources import load_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 

@@ -12,7 +12,7 @@ from tiny_policy import CPU, make_group, tiny_model_dir
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from dockyard.backends.launch import Carried, Ignored
+from dockyard.backends.launch import Ignored, Supported
 from dockyard.backends.prime_rl import setting_support as prime_rl
 from dockyard.backends.slime import setting_support as slime
 from dockyard.cli import main
@@ -298,20 +298,22 @@ def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("fate", "settings", "kind"),
+    ("support", "settings", "kind"),
     [
-        (slime.fate, ["--trainer.method=full"], Carried),
-        (slime.fate, ["--trainer.method=lora"], Ignored),
-        (slime.fate, ["--trainer.method=lora", "--slime.flavour=miles"], Carried),
-        (slime.fate, ["--trainer.method=full", "--slime.flavour=miles"], Ignored),
-        (slime.fate, ["--trainer.method=qlora", "--slime.flavour=miles"], Ignored),
-        (prime_rl.fate, ["--trainer.method=lora"], Carried),
-        (prime_rl.fate, ["--trainer.method=full"], Ignored),
+        (slime.support, ["--trainer.method=full"], Supported),
+        (slime.support, ["--trainer.method=lora"], Ignored),
+        (slime.support, ["--trainer.method=lora", "--slime.flavour=miles"], Supported),
+        (slime.support, ["--trainer.method=full", "--slime.flavour=miles"], Ignored),
+        (slime.support, ["--trainer.method=qlora", "--slime.flavour=miles"], Ignored),
+        (prime_rl.support, ["--trainer.method=lora"], Supported),
+        (prime_rl.support, ["--trainer.method=full"], Ignored),
     ],
 )
-def test_other_engines_heed_what_they_train_anyway(fate: Any, settings: list[str], kind: type[Carried | Ignored]):
+def test_other_engines_support_only_the_methods_they_train(
+    support: Any, settings: list[str], kind: type[Supported | Ignored]
+):
     config = load_run_config(None, ["--tasks.source=demo", *settings])
-    assert isinstance(fate("trainer.method", config), kind)
+    assert isinstance(support("trainer.method", config), kind)
 
 
 @pytest.mark.parametrize(("dtype", "per_weight"), [(torch.bfloat16, 20 + 2 * 2), (torch.float32, 16 + 2 * 4)])

@@ -12,7 +12,7 @@ from gateway_fakes import tiny_renderer
 from slime_stand_in import Sample as SlimeSample
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.samples import Sample, SampleNumbers, groups_of, open_writer, read_samples, samples_of
+from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of, open_writer, read_samples
 from dockyard.convert.slime_pt import slime_rows
 from dockyard.errors import DockyardError
 from dockyard.types import Blame, Failure, Rollout, Segment
@@ -67,7 +67,7 @@ def _samples(attempt: int, segments: tuple[Segment, ...], numbers: SampleNumbers
     )
     skipped = None if segments else "no_reward"
     trial = Converted(where="w", trial=f"fix__{attempt}", agent="a", model="m", rollout=rollout, skipped=skipped)
-    return samples_of(trial, numbers, tiny_renderer())
+    return converted_samples(trial, numbers, tiny_renderer())
 
 
 def write(path: Path, made: list[Sample]) -> Path:

@@ -171,12 +171,12 @@ def test_mini_swe_agent_plus_is_mini_swe_agent_with_a_message(caplog: pytest.Log
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("shel", "`agent.name` is `shel`, which is no agent", "did you mean `shell`?"),
-        ("qwen-code", "which is no agent", "did you mean `qwen-coder`?"),
-        ("acp:some", "cannot give that a base URL", "dockyard agents"),
+        ("shel", "`agent.name` is `shel`, which is not an agent", "did you mean `shell`?"),
+        ("qwen-code", "which is not an agent", "did you mean `qwen-coder`?"),
+        ("acp:some", "cannot set a base URL", "dockyard agents"),
         ("no_such_module:Agent", "importing `no_such_module` failed", "PYTHONPATH"),
         ("reply_agent:Other", "`reply_agent` has no `Other`", "spelling"),
-        ("json:loads", "`loads` is no class derived from Harbor's `BaseAgent`", "harbor"),
+        ("json:loads", "`loads` is not a class derived from Harbor's `BaseAgent`", "harbor"),
     ],
 )
 def test_a_name_that_is_no_agent_is_refused(name: str, message: str, hint: str):
@@ -302,7 +302,7 @@ def test_always_installing_is_harbors_own_class():
 
 
 def test_never_installing_is_refused_where_only_the_installer_is_known_to_work():
-    with pytest.raises(UsageError, match="`opencode` is known to work with its installer only"):
+    with pytest.raises(UsageError, match="`opencode` works only with its installer"):
         check_agent(AgentConfig(name="opencode", install="never"))
     check_agent(AgentConfig(name="oracle", install="never"))
 

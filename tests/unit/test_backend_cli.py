@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dockyard import supervise
-from dockyard.backends.launch import Backend, BackendLaunch, Carried, clear_away, read_task_list, start
+from dockyard.backends.launch import Backend, BackendLaunch, Supported, clear_away, read_task_list, start
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
 from dockyard.cli import main
@@ -35,11 +35,11 @@ def is_own(key: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", [SLIME, PRIME_RL], ids=lambda backend: backend.name)
-def test_every_setting_has_a_fate(backend: Backend):
-    fates = {key: backend.fate(key, RunConfig()) for key in settings_by_key(RunConfig) if not is_own(key)}
-    assert all(fate.by if isinstance(fate, Carried) else fate.why for fate in fates.values())
+def test_every_setting_is_supported_or_ignored_for_a_reason(backend: Backend):
+    found = {key: backend.support(key, RunConfig()) for key in settings_by_key(RunConfig) if not is_own(key)}
+    assert all(support.by if isinstance(support, Supported) else support.why for support in found.values())
     with pytest.raises(KeyError):
-        backend.fate("grpo.new_setting", RunConfig())
+        backend.support("grpo.new_setting", RunConfig())
 
 
 @pytest.mark.parametrize("backend", ["slime", "prime-rl"])
@@ -49,7 +49,7 @@ def test_settings_that_the_backend_would_ignore_are_refused_together_with_their_
     Path("run.toml").write_text('[model]\ndevice = "cuda"\n[tasks]\nsource = "demo"\n[engine]\ntype = "transformers"\n')
     assert main(["backend", backend, "run.toml", "--model.device", "cpu", "--dry-run"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    hint = "hint: remove it; `--drop model.device,engine.type` runs without"
+    hint = "hint: remove it, or add `--drop model.device,engine.type`"
     assert errors[0].startswith(f'error: {backend} ignores `model.device`, which is `"cpu"` on the command line: ')
     assert errors[1].startswith(f'error: {backend} ignores `engine.type`, which is `"transformers"` in `run.toml`: ')
     assert len(errors) == 2

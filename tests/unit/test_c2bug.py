@@ -20,8 +20,7 @@ from dockyard.tasks.c2bug.grading import dockyard_report, grade
 from dockyard.tasks.c2bug.prepare import beside, command_of, files_of, folders_of
 from dockyard.tasks.c2bug.schema import Bug, RowError, match_layout
 from dockyard.tasks.c2bug.task import FILES, TEMPLATE
-from dockyard.tasks.folder import WrittenTasks
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import WrittenTasks, load_tasks
 from dockyard.tasks.split import Selection
 
 ROOT = Path(__file__).parents[2]
@@ -159,20 +158,20 @@ BAD_ROWS = {
     "its gold patch does not apply, nor does its reverse": {"bug_patch": "", "gold_patch": BUG.replace("2 *", "4 *")},
     "its repository has no commit `0000": {"base_commit": "0" * 40},
     "cannot be read: ": {"clone_url": "file:///nowhere"},
-    "its patch changes nothing but the tests": {"bug_patch": ON_TESTS},
+    "its patch changes only the tests": {"bug_patch": ON_TESTS},
     "it has no patch": {"bug_patch": " "},
     "its `problem_statement` is empty": {"problem_statement": None},
     "its `repo` is empty": {"repo": ""},
     "its `base_commit` is list, not text": {"base_commit": []},
     "its `image` is `a b`": {"image": "a b"},
-    "is of no form known": {"FAIL_TO_PASS": ["a test"]},
+    "the form of the test `a test` is unknown": {"FAIL_TO_PASS": ["a test"]},
     "none of its test files is in the repository": {"FAIL_TO_PASS": ["nowhere.py::test_x"], "PASS_TO_PASS": []},
     "its test file `nowhere.py` is not in the repository": {"test_files": ["nowhere.py"]},
-    "its `FAIL_TO_PASS` begins like a list and is none: `['a' 'b']`": {"FAIL_TO_PASS": "['a' 'b']"},
-    "its `PASS_TO_PASS` begins like a list": {"PASS_TO_PASS": "[" * 100_000},
-    "its `PASS_TO_PASS` is a list of something else than text": {"PASS_TO_PASS": [["a::b"]]},
+    "its `FAIL_TO_PASS` starts like a list but is not one: `['a' 'b']`": {"FAIL_TO_PASS": "['a' 'b']"},
+    "its `PASS_TO_PASS` starts like a list": {"PASS_TO_PASS": "[" * 100_000},
+    "its `PASS_TO_PASS` is a list that contains something other than text": {"PASS_TO_PASS": [["a::b"]]},
     "its `test_command` is dict, neither text nor a list": {"test_command": {}},
-    "its `instance_id` names no folder: it has more than 200": {"instance_id": "x" * 201},
+    "its `instance_id` is too long for a folder name: more than 200": {"instance_id": "x" * 201},
     "surrogates not allowed": {"problem_statement": "\ud800"},
     "null byte": {"base_commit": "a\0b"},
     "cannot be read": {"clone_url": "x" * 5000},
@@ -223,7 +222,7 @@ def test_only_tasks_that_came_from_a_dataset_are_replaced(tmp_path: Path, reposi
     assert written.names == ["calc-1"]
     assert "New." in (tmp_path / "tasks" / "calc-1" / "instruction.md").read_text()
     assert [row.why.partition(": ")[0] for row in written.skipped] == [
-        f"`{theirs}` is there and was not made from a dataset"
+        f"`{theirs}` exists and was not made from a dataset"
     ]
     assert [file.name for file in theirs.iterdir()] == ["task.toml"]
 
@@ -242,7 +241,7 @@ def test_a_patch_beside_the_others_must_say_the_same(tmp_path: Path, repositorie
         UsageError, match="row 1 has a `patch` that differs from its `bug_patch` and `gold_patch`"
     ) as error:
         write(tmp_path, repositories, other)
-    assert "`--map bug_patch=bug_patch` leaves it out" in error.value.hint
+    assert "`--map bug_patch=bug_patch` ignores it" in error.value.hint
     assert write(tmp_path, repositories, other, mapping={"bug_patch": "bug_patch"}).names == ["calc-1"]
 
 
@@ -297,7 +296,7 @@ def test_swe_bench_calls_the_gold_patch_patch_and_swe_smith_the_bug():
 
 
 def test_a_patch_that_may_be_either_is_refused():
-    with pytest.raises(UsageError, match="it may make the bug") as error:
+    with pytest.raises(UsageError, match="it may inject the bug") as error:
         match_layout([*SHARED, "base_commit", "patch"], {}, "x")
     assert "--map bug_patch=patch` or `--map gold_patch=patch" in error.value.hint
     assert match_layout([*SHARED, "base_commit", "patch"], {"bug_patch": "patch"}, "x")["bug_patch"] == "patch"
@@ -346,7 +345,7 @@ def test_the_template_may_be_the_users(tmp_path: Path, repositories: Path):
     with pytest.raises(UsageError, match="has no `test.sh`"):
         write(tmp_path, repositories, ROW, template=template)
     (template / "test.sh").write_text("echo {{ problem_statement }} {{color}}\n")
-    with pytest.raises(UsageError, match="`test.sh` of the template asks for `color`"):
+    with pytest.raises(UsageError, match="`test.sh` of the template uses `color`, which does not exist"):
         write(tmp_path, repositories, ROW, template=template)
     (template / "test.sh").write_text("echo {{problem_statement}} ${#x}\n")
     write(tmp_path, repositories, ROW | {"problem_statement": "it's {{ repo }}"}, template=template)
@@ -372,7 +371,7 @@ def test_tests_are_run_by_the_runner_that_their_names_belong_to():
     assert django == "python tests/runtests.py --verbosity 2 --parallel 1 pkg.test_x.C.test_a"
     assert command_of(bug(repo="django/django"), ["tests/admin/tests.py"]).endswith(" admin.tests")
     assert command_of(bug(fail_to_pass=("a b.py::t[x y]",)), ["a b.py"]) == "python -m pytest 'a b.py'"
-    with pytest.raises(RowError, match="of no form known"):
+    with pytest.raises(RowError, match="form of the test .* is unknown"):
         command_of(bug(fail_to_pass=(*dotted, "a.py::t")), ["a.py"])
 
 
@@ -422,7 +421,7 @@ def test_what_steers_a_test_run_is_removed_where_the_agent_put_it(tmp_path: Path
     said = clean(tmp_path, ["tests", *restored[1:]], beside(restored, (*restored, "pkg/__init__.py")))
     left = {file.relative_to(tmp_path / "code").as_posix() for file in (tmp_path / "code").rglob("*") if file.is_file()}
     assert left == {*HARMLESS, *restored}
-    assert "removed argparse.py: it is not the repository's\n" in said
+    assert "removed argparse.py: it is not part of the repository\n" in said
 
 
 def test_what_the_repository_has_is_kept_whatever_its_name(tmp_path: Path):

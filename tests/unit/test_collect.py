@@ -172,7 +172,7 @@ def test_importing_the_package_loads_neither_torch_nor_harbor():
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["rollout", "--agent", "shel"], "`agent.name` is `shel`, which is no agent", "did you mean `shell`?"),
+        (["rollout", "--agent", "shel"], "`agent.name` is `shel`, which is not an agent", "did you mean `shell`?"),
         (["rollout", "--num-tasks", "0"], "argument --num-tasks: `0` is no whole number from 1", "rollout --help"),
         (["rollout", "--numtasks", "1"], "`--numtasks` is not an option", "did you mean `--num-tasks`?"),
         (["train", "--num-tasks", "1"], "`--num-tasks` goes with `--skip-training`", "`dockyard rollout`"),

@@ -26,9 +26,9 @@ def test_our_own_name_wins_over_an_alias():
 
 
 def test_two_aliases_at_once_are_an_error():
-    with pytest.raises(UsageError, match="has `task_id` and `id`: either may be `instance_id`") as error:
+    with pytest.raises(UsageError, match="has `task_id` and `id`, and both may be `instance_id`") as error:
         match("id", "task_id", "bug_patch")
-    assert error.value.hint == "say which: `--map instance_id=task_id`"
+    assert error.value.hint == "choose one, for example with `--map instance_id=task_id`"
 
 
 def test_a_mapping_decides():
@@ -52,7 +52,7 @@ def test_an_unknown_layout_shows_what_was_found_and_what_is_needed():
 
 
 def test_a_mapping_to_nothing_is_misuse():
-    with pytest.raises(UsageError, match="`inst_id` is not a column of ours") as error:
+    with pytest.raises(UsageError, match="`inst_id` is not a known column") as error:
         match("id", inst_id="id")
     assert error.value.hint == "did you mean `instance_id`?"
     with pytest.raises(UsageError, match="has no column `nowhere`"):

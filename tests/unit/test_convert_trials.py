@@ -14,7 +14,7 @@ from gateway_fakes import tiny, tiny_model, tiny_renderer, write_model
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
 from dockyard.convert.read import count_trials, read_trials
-from dockyard.convert.samples import SampleNumbers, groups_of, samples_of
+from dockyard.convert.samples import SampleNumbers, converted_samples, groups_of
 from dockyard.convert.traces import write_traces
 from dockyard.errors import DockyardError
 from dockyard.gateway.messages import Message
@@ -263,7 +263,7 @@ def test_the_rollouts_of_a_run_stay_as_they_were_recorded(run: RunDir):
     assert [one.trial for one in found] == ["rollouts-000-00", "rollouts-000-01"]
     assert found[0].agent == "aider"
     numbers = SampleNumbers()
-    [group] = groups_of([sample for one in found for sample in samples_of(one, numbers, None)])
+    [group] = groups_of([sample for one in found for sample in converted_samples(one, numbers, None)])
     for back, one in zip(group.rollouts, recorded, strict=True):
         for left, right in zip(back.segments, one.segments, strict=True):
             for name in ("token_ids", "sampled", "logprobs", "versions"):
@@ -303,7 +303,7 @@ def test_groups_of_different_steps_are_not_mixed(run: RunDir):
     for step in ("step-00000", "step-00001"):
         run.write_rollout(step, rollout(0, segment([1], [2])))
     numbers = SampleNumbers()
-    samples = [sample for one in read_trials(run.path, None) for sample in samples_of(one, numbers, None)]
+    samples = [sample for one in read_trials(run.path, None) for sample in converted_samples(one, numbers, None)]
     assert [sample.group_index for sample in samples] == [0, 1]
 
 

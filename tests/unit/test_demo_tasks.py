@@ -8,9 +8,9 @@ from trials import attempt_at, trial_runner
 
 from dockyard.config import AgentConfig
 from dockyard.errors import DockyardError
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import DEMO_KINDS, write_demo_tasks
 from dockyard.tasks.order import due, num_steps
-from dockyard.tasks.sources import load_tasks
 from dockyard.types import Task
 
 

@@ -106,7 +106,8 @@ def test_a_machine_on_which_everything_works_can_run_everything():
 def test_a_laptop_without_gpu_and_docker_can_run_the_demo_and_says_what_is_in_the_way_of_the_rest():
     report = examine(FakeMachine().without("docker", "nvidia-smi"))
     assert summarize(report) == (
-        "This machine can run the demo. Not one-GPU training (gpu, cuda); Docker environments (docker, compose)."
+        "This machine can run the demo. "
+        "It cannot run one-GPU training (gpu, cuda); Docker environments (docker, compose)."
     )
 
 
@@ -115,7 +116,7 @@ def test_a_docker_client_without_an_engine_is_not_a_missing_docker():
     stopped = look(FakeMachine().answering(DOCKER, Ran(code=1, error=error)), "docker")
     absent = look(FakeMachine().without("docker"), "docker")
     assert (stopped.status, stopped.fix) == (Status.BROKEN, "sudo systemctl start docker")
-    assert "no engine runs" in stopped.found
+    assert "no engine is running" in stopped.found
     assert (absent.status, absent.found) == (Status.MISSING, "no `docker` on the PATH")
 
 
@@ -159,7 +160,7 @@ def test_an_old_harbor_is_told_of_the_qwen_coder_bug():
 
 def test_a_harbor_that_is_too_new_is_not():
     found = look(FakeMachine().having("harbor", "0.26.0"), "harbor")
-    assert (found.status, found.found) == (Status.BROKEN, "0.26.0; >=0.25,<0.26 is needed")
+    assert (found.status, found.found) == (Status.BROKEN, "0.26.0; >=0.25,<0.26 is required")
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "peft", "gguf"])
@@ -367,7 +368,7 @@ def test_a_models_way_of_writing_is_shown(tmp_path: Path):
     assert (report.rendering.renderer, report.rendering.splices, report.tools_preamble) == ("template", True, True)
     assert (report.context_length, report.default_system) == (8192, "You are a small helper.")
     shown = model_to_text(report).plain
-    for words in ("<|im_end|>", "tools are told in the system text", "8,192 tokens", "'You are a small helper.'"):
+    for words in ("<|im_end|>", "the system prompt describes the tools", "8,192 tokens", "'You are a small helper.'"):
         assert words in shown
 
 

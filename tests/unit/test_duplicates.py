@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from dockyard.tasks.duplicates import Duplicate, content_digest, duplicate_classes, find_duplicates
-from dockyard.tasks.folder import write_task
+from dockyard.tasks.folder import load_tasks, write_task
 from dockyard.tasks.generated import write_demo_tasks
-from dockyard.tasks.sources import load_tasks
 from dockyard.types import Task
 
 FILES: dict[str, str | bytes] = {

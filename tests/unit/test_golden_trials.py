@@ -17,7 +17,7 @@ from npm_tokenizers import tokenizer_dir
 
 from dockyard.convert.conversation import Conversation, Converted
 from dockyard.convert.read import read_trials
-from dockyard.convert.samples import SampleNumbers, samples_of
+from dockyard.convert.samples import SampleNumbers, converted_samples
 from dockyard.convert.traces import write_traces
 from dockyard.gateway.messages import Message
 from dockyard.gateway.render.renderer import Renderer
@@ -236,7 +236,7 @@ def test_the_folder_is_a_job_of_all_of_them_with_a_group_for_each_agent():
     read = list(read_trials(TRIALS, renderer()))
     assert sorted(one.trial for one in read) == sorted(folder.name for folder in TRIALS.iterdir())
     assert {one.trial for one in read if one.skipped is not None} == {"oracle"}
-    made = [sample for one in read for sample in samples_of(one, numbers, renderer())]
+    made = [sample for one in read for sample in converted_samples(one, numbers, renderer())]
     assert len(made) == sum(len(one.rollout.segments) for one in read)
     groups = {sample.metadata["agent"]: sample.group_index for sample in made}
     assert len(set(groups.values())) == len(groups) == 8

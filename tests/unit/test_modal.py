@@ -14,7 +14,7 @@ from trials import write_task
 
 from dockyard.backends.modal import app, launch, server_app
 from dockyard.backends.modal.launch import PolicyCall
-from dockyard.backends.modal.whole_run import way_back
+from dockyard.backends.modal.whole_run import gateway_settings
 from dockyard.errors import DockyardError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/harbor"))
@@ -43,7 +43,7 @@ def test_the_image_has_our_source_and_its_lock_file():
         (["--resume", "runs/x", "--model", "m"], "`--model` does not go with `--resume`"),
         (["--resume", "runs/x"], "`runs/x` holds no run"),
         (["--env=modal", "--run_dir=runs/x"], "`--run_dir` has no effect"),
-        (["--engine.type=vllm", "--engine.url=http://x", "--agent=shell"], "the policy has an engine of its own"),
+        (["--engine.type=vllm", "--engine.url=http://x", "--agent=shell"], "a policy on Modal has its own engine"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(
@@ -136,7 +136,7 @@ async def test_a_function_that_never_gets_to_serve_ends_the_run():
     call = policy_call(function, Board())
     for _ in range(3):
         assert await call.find() is None
-    with pytest.raises(DockyardError, match="ended 3 times before it could be asked anything: no module"):
+    with pytest.raises(DockyardError, match="ended 3 times before it was ready: no module"):
         await call.find()
 
 
@@ -156,7 +156,7 @@ async def test_a_tunnel_leads_to_the_gateway_by_a_port_that_is_open_to_others():
         writer.write(b"heard " + await reader.readline())
         writer.close()
 
-    with way_back(True, forward) as settings:
+    with gateway_settings(True, forward) as settings:
         assert settings[1] == "--gateway.public_url=https://tunnel.example"
         async with await asyncio.start_server(answer, "127.0.0.1", int(settings[0].removeprefix("--gateway.port="))):
             reader, writer = await asyncio.open_connection("127.0.0.2", forwarded[0])  # not where a gateway listens

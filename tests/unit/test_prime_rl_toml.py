@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from prime_rl_documents import ROOT, documents, leaves, written
 
-from dockyard.backends.launch import Carried, Ignored
+from dockyard.backends.launch import Ignored, Supported
 from dockyard.backends.prime_rl.launch import BACKEND
+from dockyard.backends.prime_rl.setting_support import setting_of
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.settings.load import load_run_config
@@ -59,10 +60,25 @@ def test_prime_rl_itself_takes_every_file_and_means_what_it_says(tmp_path: Path)
     assert keys == json.loads(KEYS.read_text())
 
 
-def test_every_setting_has_a_fate():
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("seq_len", "engine.context_length"),
+        ("inference.vllm.seed", "seed"),
+        ("orchestrator.train.sampling.max_completion_tokens", "sampling.max_new_tokens"),
+        ("orchestrator.eval.sampling.max_completion_tokens", "sampling.max_new_tokens"),
+        ("and", None),
+        ("tasks", None),
+    ],
+)
+def test_a_key_of_prime_rl_leads_to_the_setting_that_decides_it(key: str, setting: str | None):
+    assert setting_of(key) == setting
+
+
+def test_every_setting_is_supported_or_ignored_for_a_reason():
     for key in settings_by_key(RunConfig):
         if not key.startswith(("prime_rl.", "slime.")):
-            assert isinstance(BACKEND.fate(key, RunConfig()), Carried | Ignored)
+            assert isinstance(BACKEND.support(key, RunConfig()), Supported | Ignored)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +144,14 @@ def test_history_stays_as_it_was_sampled():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--model.name=mine/qwen"], "does not know how to render prompts for `mine/qwen`"),
+        (["--model.name=mine/qwen"], "has no renderer for `model.name` = `mine/qwen`"),
         (["--steps=0"], "`steps` is 0"),
         (["--rollout.concurrency=3"], "`rollout.concurrency` is 3"),
-        (["--prime_rl.tensor_parallel=2"], "no multiple of `prime_rl.tensor_parallel`, 2"),
-        (["--prime_rl.options.trainer.optim.lr=1"], "`prime_rl.options.trainer.optim.lr` is `1e-06` by other settings"),
+        (["--prime_rl.tensor_parallel=2"], "not a multiple of `prime_rl.tensor_parallel`, 2"),
+        (
+            ["--prime_rl.options.trainer.optim.lr=1"],
+            "`prime_rl.options.trainer.optim.lr` is already set to `1e-06` by another setting",
+        ),
         (["--prime_rl.options.orchestrator.train.source=[]"], "`prime_rl.options.orchestrator.train.source` is"),
     ],
 )
@@ -145,39 +164,39 @@ def test_what_contradicts_itself_is_refused(words: list[str], part: str):
 def test_an_option_that_a_setting_decides_is_refused_with_the_setting():
     with pytest.raises(UsageError) as caught:
         written(run_file("--prime_rl.options.orchestrator.batch_size=9"))
-    assert caught.value.hint == "write `grpo.tasks_per_step`"
+    assert caught.value.hint == "set `grpo.tasks_per_step` instead"
 
 
 @pytest.mark.parametrize(
     ("words", "key", "why"),
     [
-        ((), "grpo.clip_low", "by how far their probability moved"),
-        ((), "grpo.clip_high", "by how far their probability moved"),
+        ((), "grpo.clip_low", "by the change of their probability"),
+        ((), "grpo.clip_high", "by the change of their probability"),
         ((), "grpo.kl_coef", "it has no reference model"),
-        ((), "rollout.max_lost_share", "a rule of its own"),
+        ((), "rollout.max_lost_share", "its own rule"),
         ((), "trainer.micro_batch_tokens", "it packs sequences"),
-        ((), "gateway.port", "a gateway of its own"),
+        ((), "gateway.port", "its own gateway"),
         ((), "engine.max_batch", "it starts vLLM itself"),
         (("--model.dtype=float32",), "model.dtype", "bfloat16"),
         (("--model.device=cpu",), "model.device", "it needs GPUs"),
-        (("--prime_rl.num_workers=2",), "rollout.max_building", "each of several workers"),
+        (("--prime_rl.num_workers=2",), "rollout.max_building", "to each worker separately"),
     ],
 )
 def test_a_setting_that_it_would_ignore_is_known_with_the_reason(words: tuple[str, ...], key: str, why: str):
-    fate = BACKEND.fate(key, run_file(*words))
-    assert isinstance(fate, Ignored)
-    assert why in fate.why
+    support = BACKEND.support(key, run_file(*words))
+    assert isinstance(support, Ignored)
+    assert why in support.why
 
 
 @pytest.mark.parametrize(
     "key", ["model.dtype", "model.device", "tasks.source", "rollout.max_building", "engine.retry_s"]
 )
 def test_what_it_does_anyway_is_no_reason_to_refuse(key: str):
-    assert isinstance(BACKEND.fate(key, run_file()), Carried)
+    assert isinstance(BACKEND.support(key, run_file()), Supported)
 
 
 def test_no_penalty_against_the_base_model_is_what_it_has():
-    assert isinstance(BACKEND.fate("grpo.kl_coef", run_file("--grpo.kl_coef=0")), Carried)
+    assert isinstance(BACKEND.support("grpo.kl_coef", run_file("--grpo.kl_coef=0")), Supported)
 
 
 def test_a_run_goes_on_from_its_checkpoint_and_begins_again_without_one(tmp_path: Path):

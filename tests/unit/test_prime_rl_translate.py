@@ -83,14 +83,14 @@ def test_an_old_file_says_the_same_in_todays_form():
 def test_each_change_is_told():
     notes = translate(tomllib.loads(OLD.read_text())).notes
     for part in (
-        "`[[orchestrator.env]]` is `[[orchestrator.train.source]]`",
-        "`wandb` is `monitors.wandb`",
-        "`orchestrator.rollouts_per_example` is `orchestrator.group_size`",
-        "`args.n_parallel_envs` is `orchestrator.concurrency.max_inflight`, of the whole run",
-        "`args.vllm_base_url` is gone: Prime-RL says where its engine is",
+        "`[[orchestrator.env]]` is now `[[orchestrator.train.source]]`",
+        "`wandb` is now `monitors.wandb`",
+        "`orchestrator.rollouts_per_example` is now `orchestrator.group_size`",
+        "`args.n_parallel_envs` is now `orchestrator.concurrency.max_inflight`, for the whole run",
+        "`args.vllm_base_url` was removed: Prime-RL passes the address of its engine",
     ):
         assert part in notes
-    assert any(note.startswith("`orchestrator.buffer` is gone") for note in notes)
+    assert any(note.startswith("`orchestrator.buffer` was removed") for note in notes)
 
 
 def test_what_is_todays_already_stays_as_it_is():
@@ -134,7 +134,7 @@ def test_the_form_of_0_7_is_translated_too():
         ("[[orchestrator.env]]\nid = 'harbor_env'\nargs = {n_envs = 3}\n", "`harbor_env` has no argument `n_envs`"),
         ("[orchestrator.env]\nid = 'harbor_env'\n", "not a list of tables"),
         ("[orchestrator]\nenv = [3]\n", "`orchestrator.env` is `[3]`, not a list of tables"),
-        ("[[orchestrator.env]]\nid = 'harbor_env'\nargs = 3\n", "`args` of `harbor_env` is `3`, no table"),
+        ("[[orchestrator.env]]\nid = 'harbor_env'\nargs = 3\n", "`args` of `harbor_env` is `3`, not a table"),
         ("wandb = {project = 'a'}\nmonitors = 3\n", "but `monitors` there is `3`"),
         (
             "[orchestrator]\nrollouts_per_example = 8\ngroup_size = 4\n",
@@ -156,7 +156,7 @@ def test_an_old_file_is_launched_from_a_new_one_beside_it(tmp_path: Path):
     launch = own.launch(None, ["--max-steps", "3"])
     assert launch.command == ("rl", "@", str(tmp_path / "old.translated.toml"), "--max-steps", "3")
     assert tomllib.loads((tmp_path / "old.translated.toml").read_text()) == translated(OLD.read_text())
-    assert launch.notes[0].endswith("is the same in today's:")
+    assert launch.notes[0].endswith("is its translation:")
     assert old.read_text() == OLD.read_text()
 
 
@@ -182,5 +182,5 @@ def test_tasks_that_are_not_there_are_found_before_a_model_is_loaded(tmp_path: P
 def test_a_file_without_anything_to_train_on_is_refused(tmp_path: Path):
     file = tmp_path / "rl.toml"
     file.write_text("[orchestrator]\nbatch_size = 8\n")
-    with pytest.raises(UsageError, match="names nothing to train on"):
+    with pytest.raises(UsageError, match="has no source to train on"):
         read_own_file(file)

@@ -21,8 +21,8 @@ from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.resume import CheckPurpose
 from dockyard.run_dir.run import Purpose, RunDir, read_purpose
+from dockyard.tasks.folder import load_tasks, survey_tasks
 from dockyard.tasks.generated import write_demo_tasks
-from dockyard.tasks.sources import load_tasks, survey_tasks
 from dockyard.types import Blame, Failure, Rollout
 
 TRIAL = Path("trials/a")
@@ -220,7 +220,7 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
     [
         ([], "a check needs a folder of tasks", "dockyard tasks check DIR"),
         (["nowhere"], "`{}/nowhere` is not a folder of tasks", "dockyard tasks demo"),
-        (["empty"], "`{}/empty` holds no tasks", "dockyard tasks demo"),
+        (["empty"], "`{}/empty` has no tasks", "dockyard tasks demo"),
         (["in", "--difficulty=1"], "argument --difficulty: `1` is no whole number from 2", "tasks check --help"),
         (["in", "--dificulty=4"], "`--dificulty` is not an option", "did you mean `--difficulty`?"),
         (["in", "--keep", "in"], "`in` is already there", "a new or an empty folder"),
@@ -234,7 +234,7 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
         (["in", "--tasks.train=x"], "`--tasks.train` has no effect on this check", "remove it"),
         (["in", "--environment.tipe=x"], "`--environment.tipe` is not a setting", "environment.type"),
         (["in", "--environment.type=dokcer"], "`environment.type` is `dokcer`, which is no environment", "docker"),
-        (["in", "--difficulty=2", "--agent=shel"], "`agent.name` is `shel`, which is no agent", "`shell`"),
+        (["in", "--difficulty=2", "--agent=shel"], "`agent.name` is `shel`, which is not an agent", "`shell`"),
         (["in", "more"], "unrecognized arguments: more", "tasks check --help"),
         (["in", "--resume", "x"], "`in` does not go with `--resume`", "its own tasks"),
         (["--resume", "x"], "`x` holds no run", ""),

@@ -107,7 +107,7 @@ def test_an_empty_dataset_is_an_error(tmp_path: Path):
     with pytest.raises(DockyardError, match="rows.jsonl` is empty"):
         read_rows(str(tmp_path / "rows.jsonl"))
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(DockyardError, match="holds no rows"):
+    with pytest.raises(DockyardError, match="has no rows"):
         read_rows(str(tmp_path / "nothing"))
 
 
@@ -141,5 +141,5 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(hub_cache: Path):
 
 
 def test_a_dataset_that_is_not_kept_and_cannot_be_fetched_is_an_error(hub_cache: Path):
-    with pytest.raises(DockyardError, match="`owner/bugs` is not here and the Hub cannot be reached"):
+    with pytest.raises(DockyardError, match="`owner/bugs` is not in the cache, and the Hub cannot be reached"):
         read_rows("owner/bugs")

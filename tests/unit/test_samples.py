@@ -12,7 +12,7 @@ import pytest
 from gateway_fakes import tiny_renderer
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.samples import Sample, SampleNumbers, groups_of, open_writer, read_samples, samples_of
+from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of, open_writer, read_samples
 from dockyard.errors import DockyardError, UsageError
 from dockyard.types import Blame, Failure, Rollout, Segment
 
@@ -53,7 +53,7 @@ def converted(
 
 def samples(*trials: Converted) -> list[Sample]:
     numbers = SampleNumbers()
-    return [sample for trial in trials for sample in samples_of(trial, numbers, tiny_renderer())]
+    return [sample for trial in trials for sample in converted_samples(trial, numbers, tiny_renderer())]
 
 
 def write(path: Path, made: Iterable[Sample], suffix: str | None = None) -> Path:

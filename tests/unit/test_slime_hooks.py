@@ -219,7 +219,7 @@ async def test_a_rollout_that_slimes_full_batch_has_no_use_for_is_cancelled(monk
 
     monkeypatch.setitem(sys.modules, loop.__name__, loop)
     monkeypatch.setattr(hooks, "_WATCH_S", 0.01)
-    assert await hooks._while_wanted(None, endless()) is None
+    assert await hooks._while_needed(None, endless()) is None
     await asyncio.wait_for(ended.wait(), 60)
 
 

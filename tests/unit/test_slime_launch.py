@@ -193,11 +193,11 @@ def test_miles_trains_adapters_and_reads_the_models_own_folder():
 @pytest.mark.parametrize(
     ("model", "words", "expected"),
     [
-        ("Qwen/Qwen3-8B", (), "tensor 2 × context 1 × pipeline 1 × data 4, experts over 1; 8 engines of 1"),
+        ("Qwen/Qwen3-8B", (), "tensor 2 × context 1 × pipeline 1 × data 4, expert 1; 8 engines of 1"),
         ("Qwen/Qwen3-8B", ("--slime.num_gpus=1",), "tensor 1 × context 1 × pipeline 1 × data 1"),
         ("Qwen/Qwen3-8B", ("--engine.context_length=40960",), "tensor 2 × context 4 × pipeline 1 × data 1"),
-        (CODER, (), "tensor 4 × context 1 × pipeline 1 × data 2, experts over 8; 1 engines of 8"),
-        (CODER, ("--slime.num_gpus=64",), "data 16, experts over 8; 8 engines of 8"),
+        (CODER, (), "tensor 4 × context 1 × pipeline 1 × data 2, expert 8; 1 engines of 8"),
+        (CODER, ("--slime.num_gpus=64",), "data 16, expert 8; 8 engines of 8"),
         ("Qwen/Qwen2.5-Coder-32B-Instruct", ("--rollout.max_staleness=1", "--slime.num_gpus=16"), "8 train, 8 sample"),
     ],
 )
@@ -214,25 +214,25 @@ def test_the_optimiser_leaves_the_gpus_only_where_it_must():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--slime.num_gpus=3",), "3 training GPUs are no multiple of tensor 2"),
-        (("--slime.rollout_gpus=8",), "leave none of 8 GPUs to train"),
-        (("--slime.num_gpus=1", "--rollout.max_staleness=1"), "leave none of 1 GPUs to train"),
-        (("--slime.gpus_per_engine=3",), "8 GPUs for engines are no multiple of 3"),
-        (("--slime.num_gpus=20", "--slime.rollout_gpus=8"), "12 training GPUs fill no whole machines of 8"),
-        (("--slime.expert_parallel=3",), "8 training GPUs are no multiple of expert 3"),
-        (("--grpo.tasks_per_step=3", "--grpo.group_size=2"), "3 × 2 rollouts cannot be dealt out evenly to 4 replicas"),
+        (("--slime.num_gpus=3",), "3 training GPUs are not a multiple of tensor 2"),
+        (("--slime.rollout_gpus=8",), "leave none of 8 GPUs for training"),
+        (("--slime.num_gpus=1", "--rollout.max_staleness=1"), "leave none of 1 GPUs for training"),
+        (("--slime.gpus_per_engine=3",), "8 GPUs for engines are not a multiple of 3"),
+        (("--slime.num_gpus=20", "--slime.rollout_gpus=8"), "12 training GPUs do not fill whole machines of 8"),
+        (("--slime.expert_parallel=3",), "8 training GPUs are not a multiple of expert 3"),
+        (("--grpo.tasks_per_step=3", "--grpo.group_size=2"), "3 × 2 rollouts cannot be split evenly across 4 replicas"),
         (("--engine.context_length=50000",), "`engine.context_length` is 50000; the model's limit is 40960"),
-        (("--slime.dynamic_sampling=true", "--rollout.max_staleness=2"), "cannot be 2 updates ahead"),
-        (("--slime.dynamic_sampling=true", "--slime.flavour=miles"), "has no effect with Miles"),
+        (("--slime.dynamic_sampling=true", "--rollout.max_staleness=2"), "does not support `rollout.max_staleness` 2"),
+        (("--slime.dynamic_sampling=true", "--slime.flavour=miles"), "does not work with Miles"),
         (
             ("--slime.flavour=miles", "--slime.pipeline_parallel=2", "--slime.rollout_gpus=4"),
-            "only from a pipeline of 1, not 2",
+            "only with `pipeline_parallel` 1, not 2",
         ),
         (("--tasks.source=recorded", "--tasks.dataset=x.parquet"), "SLiME reads recorded samples from `.pt` files"),
         (("--tasks.source=recorded", "--tasks.dataset=/none/x.pt"), "`/none/x.pt`, which does not exist"),
         (
             ("--tasks.source=recorded", "--tasks.dataset=/none/x.pt", "--slime.dynamic_sampling=true"),
-            "`slime.dynamic_sampling` has nothing to sample from",
+            "`slime.dynamic_sampling` has no effect: `tasks.source` is `recorded`",
         ),
         (("--model.name=./model",), "`./model`, whose shape is not known here"),
         (("--model.name=some/model",), "`some/model`, whose shape is not known here"),
@@ -248,19 +248,19 @@ def test_what_cannot_work_is_refused_with_a_way_out(words: tuple[str, ...], mess
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ('["--lr", "1"]', "`slime.args` has `--lr`, which is the run's `trainer.lr`"),
-        ('["--kl-loss-co=0.5"]', "`slime.args` has `--kl-loss-co`, which is the run's `grpo.kl_coef`"),
+        ('["--lr", "1"]', "`slime.args` has `--lr`, which is set by `trainer.lr`"),
+        ('["--kl-loss-co=0.5"]', "`slime.args` has `--kl-loss-co`, which is set by `grpo.kl_coef`"),
         (
             '["--recompute-method", "block"]',
             "`slime.args` has `--recompute-method`, but the launcher sets `--recompute-method`",
         ),
         (
             '["--load-debug-rollout-data", "x.pt"]',
-            "has `--load-debug-rollout-data`, which is the run's `tasks.dataset`",
+            "has `--load-debug-rollout-data`, which is set by `tasks.dataset`",
         ),
-        ('["--update-weights-interval", "4"]', "which is the run's `rollout.max_staleness`"),
+        ('["--update-weights-interval", "4"]', "which is set by `rollout.max_staleness`"),
         ('["--num-layers=1"]', "`slime.args` has `--num-layers`, but the launcher sets `--num-layers`"),
-        ('["--kl-coef", "0.1"]', "`slime.args` has `--kl-coef`, which does nothing here"),
+        ('["--kl-coef", "0.1"]', "`slime.args` has `--kl-coef`, which has no effect here"),
     ],
 )
 def test_arguments_by_hand_change_nothing_that_the_run_decides(more: str, message: str):
@@ -311,7 +311,7 @@ def test_a_models_own_config_counts_more_than_what_is_known_of_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "of the type `llama`"),
+        ({"model_type": "llama"}, "has the type `llama`"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "has `rope_type` 'yarn'"),
         ({"use_sliding_window": True}, "has `use_sliding_window` True"),
         ({"norm_topk_prob": False}, "has `norm_topk_prob` False"),
@@ -376,8 +376,8 @@ def check(checkout: Path, *words: str) -> None:
             "`slime.checkout` is not set",
             "git clone https://github.com/radixark/miles",
         ),
-        ("--slime.flavour=miles", "where there is no `miles/utils/arguments.py`", "--slime.checkout DIR"),
-        ("--slime.megatron=empty", "where there is no `megatron`", "--slime.megatron DIR"),
+        ("--slime.flavour=miles", "which has no `miles/utils/arguments.py`", "--slime.checkout DIR"),
+        ("--slime.megatron=empty", "which has no `megatron`", "--slime.megatron DIR"),
         ("--slime.python=/no/python", "`/no/python`, which does not run", "the Python of SLiME's environment"),
         ("--slime.python=false", "`false`, which does not run", "the Python of SLiME's environment"),
         (
@@ -385,7 +385,7 @@ def check(checkout: Path, *words: str) -> None:
             "`slime.num_gpus` is 16, and this machine has 8",
             "num_gpus 8",
         ),
-        ("--slime.num_gpus=16", "on several machines, and RAY_ADDRESS is not set", "export RAY_ADDRESS=HEAD:6379"),
+        ("--slime.num_gpus=16", "need several machines, and RAY_ADDRESS is not set", "export RAY_ADDRESS=HEAD:6379"),
     ],
 )
 def test_what_is_missing_on_this_machine_is_named_with_the_next_command(

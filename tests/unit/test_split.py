@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dockyard.errors import DockyardError
-from dockyard.tasks.folder import write_task
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks, write_task
 from dockyard.tasks.split import Split, read_split, split_tasks, write_split
 from dockyard.types import Task
 
@@ -104,7 +103,7 @@ def test_a_split_is_read_back_as_it_was_written(tasks: list[Task], tmp_path: Pat
 def test_a_file_that_is_no_split_is_named(tmp_path: Path, text: str):
     file = tmp_path / "split.json"
     file.write_text(text)
-    with pytest.raises(DockyardError, match="split.json` is no split of tasks"):
+    with pytest.raises(DockyardError, match="split.json` is not a split of tasks"):
         read_split(file)
     with pytest.raises(DockyardError, match="none.json` cannot be read"):
         read_split(tmp_path / "none.json")

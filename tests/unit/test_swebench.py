@@ -19,8 +19,7 @@ from swebench_rows import GOLD, MARKS, SCRIPT, row, write_rows
 
 from dockyard.cli import main
 from dockyard.errors import UsageError
-from dockyard.tasks.folder import WrittenTasks
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import WrittenTasks, load_tasks
 from dockyard.tasks.split import Selection
 from dockyard.tasks.swebench import write_swebench_tasks
 from dockyard.tasks.swebench.harness import find_harness
@@ -110,13 +109,13 @@ def test_a_parquet_without_the_columns_is_refused_by_name(tmp_path: Path):
         ({"log_parser": "parse_log_pytst"}, "names the log_parser `parse_log_pytst`.*did you mean `parse_log_pytest"),
         ({"log_parser": None}, "has no `log_parser`"),
         ({"eval_type": "all"}, "names the eval_type `all`"),
-        ({"eval_script": "pytest"}, "`eval_script` that never says `>>>>> Start Test Output`"),
-        ({"eval_script": None}, "has no `eval_script`: how its tests are run is not known"),
-        ({"instance_id": "../evil"}, "has `../evil` as `instance_id`, which is no instance_id"),
+        ({"eval_script": "pytest"}, "`eval_script` that does not print `>>>>> Start Test Output`"),
+        ({"eval_script": None}, "has no `eval_script`: there is no way to run its tests"),
+        ({"instance_id": "../evil"}, "has `../evil` as `instance_id`, which is not a valid instance_id"),
         ({"instance_id": None}, "has no `instance_id`"),
         ({"repo": "django"}, "has `django` as `repo`"),
         ({"base_commit": "a; rm -rf /"}, "has `a; rm -rf /` as `base_commit`"),
-        ({"image": "x\nRUN evil"}, "as `image`, which is no image"),
+        ({"image": "x\nRUN evil"}, "as `image`, which is not a valid image"),
         ({"patch": ""}, "has no `patch`"),
         ({"patch": 7}, "has int as `patch` where text is expected"),
         ({"problem_statement": "  "}, "`problem_statement`"),
@@ -124,12 +123,12 @@ def test_a_parquet_without_the_columns_is_refused_by_name(tmp_path: Path):
         ({"FAIL_TO_PASS": "test_a, test_b"}, "has no list of tests as `FAIL_TO_PASS`"),
         ({"PASS_TO_PASS": [1]}, "has no list of tests as `PASS_TO_PASS`"),
         ({"instance_id": "x" * 201}, "has an `instance_id` of more than 200 characters"),
-        ({"problem_statement": "\ud800"}, "holds text that is no UTF-8"),
-        ({"patch": "\ud800"}, "holds text that is no UTF-8"),
+        ({"problem_statement": "\ud800"}, "has text that is not valid UTF-8"),
+        ({"patch": "\ud800"}, "has text that is not valid UTF-8"),
         ({"FAIL_TO_PASS": "['a' 'b']"}, "has no list of tests as `FAIL_TO_PASS`"),
         ({"FAIL_TO_PASS": "[" * 100_000}, "has no list of tests as `FAIL_TO_PASS`"),
-        ({"image_assets": "[" * 100_000}, "needs files that no patch can carry"),
-        ({"image_assets": '{"test_patch": [{"path": "a.png"}]}'}, "needs files that no patch can carry"),
+        ({"image_assets": "[" * 100_000}, "needs files that a patch cannot contain"),
+        ({"image_assets": '{"test_patch": [{"path": "a.png"}]}'}, "needs files that a patch cannot contain"),
     ],
 )
 def test_a_bad_row_is_named_with_its_reason_and_the_rest_is_written(tmp_path: Path, changes: dict[str, Any], why: str):
@@ -155,7 +154,7 @@ def test_the_limit_counts_tasks_and_not_bad_rows(tmp_path: Path):
 def test_what_is_in_the_way_of_a_task_is_left(tmp_path: Path):
     (tmp_path / "tasks" / "x__y-1").mkdir(parents=True)
     (tmp_path / "tasks" / "x__y-1" / "mine").write_text("")
-    assert "x__y-1` is there and was not made from a dataset" in reason(convert(tmp_path, row(instance_id="x__y-1")))
+    assert "x__y-1` exists and was not made from a dataset" in reason(convert(tmp_path, row(instance_id="x__y-1")))
     with pytest.raises(UsageError, match="is a file"):
         write_swebench_tasks(tmp_path / "tasks" / "x__y-1" / "mine", dataset="never read")
 
@@ -169,7 +168,7 @@ def test_lines_that_are_no_rows_and_ids_that_come_twice_are_named(tmp_path: Path
     assert written.names == ["django__django-1", "a__b-1"]
     corrupt, twice = (f"{skipped.where} {skipped.why}" for skipped in written.skipped)
     assert_matches("row 2 is not valid JSON", corrupt)
-    assert_matches("row 3 has the id `django__django-1` of a row before it", twice)
+    assert_matches("row 3 has the same id `django__django-1` as an earlier row", twice)
     assert "2 tasks written, 2 rows skipped" in written.table()
 
 

@@ -3,16 +3,18 @@
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from trials import write_task
 
 from dockyard.cli import main
 from dockyard.collect.task_sets import check_tasks, task_sets
-from dockyard.config import RunConfig
+from dockyard.config import RunConfig, TasksConfig, TaskSource
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.settings.load import load_run_config
+from dockyard.tasks.sources import SOURCES, SourceRequest, find_source
 
 
 def run_of(folder: Path, **tasks: object) -> RunDir:
@@ -27,6 +29,30 @@ def tasks(tmp_path: Path) -> Path:
             words = {"instruction.md": f"Mend bug {number} of {repo}."}
             write_task(tmp_path / "tasks" / f"{repo}-{number}", f"echo {number}\n", **words)
     return tmp_path / "tasks"
+
+
+def test_the_table_has_exactly_the_sources_that_the_setting_accepts():
+    assert set(SOURCES) == set(get_args(TaskSource.__value__))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_in_the_table_can_be_found(name: str):
+    source = find_source(name)
+    assert callable(source.check)
+    assert callable(source.open)
+
+
+def test_a_source_provides_the_same_tasks_when_it_is_opened_again(tmp_path: Path):
+    request = SourceRequest(settings=TasksConfig(source="demo", num_train=4, num_heldout=4), seed=3, folder=tmp_path)
+    first, again = (find_source("demo").open(request) for _ in range(2))
+    assert first == again
+    assert (len(first.train), len(first.heldout or [])) == (4, 4)
+
+
+def test_recorded_rollouts_bring_no_training_tasks_but_may_have_held_out_ones(tmp_path: Path, tasks: Path):
+    with run_of(tmp_path, source="recorded", dataset="job", heldout=tasks) as run:
+        sets = task_sets(run)
+    assert (sets.train, len(sets.heldout)) == ([], 12)
 
 
 def test_a_folders_tasks_are_all_taken_in_their_order(tmp_path: Path, tasks: Path):
@@ -85,7 +111,7 @@ def test_a_listed_task_that_is_gone_is_named_and_paths_may_be_relative_to_the_re
     registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": listed}]))
     with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry) as run:
         assert [task.name for task in task_sets(run).train] == ["django__django-1"]
-    assert "a task of `mine@1.0` is left out: " in caplog.text
+    assert "skipped a task of `mine@1.0`: " in caplog.text
     assert "gone" in caplog.text
 
 
@@ -93,7 +119,7 @@ def test_an_empty_dataset_of_a_registry_is_an_error(tmp_path: Path):
     registry = tmp_path / "registry.json"
     registry.write_text(json.dumps([{"name": "mine", "version": "1.0", "description": "", "tasks": []}]))
     config = {"source": "harbor", "dataset": "mine@1.0", "registry": registry}
-    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks that are here"):
+    with pytest.raises(DockyardError, match="`mine@1.0` in .* has no tasks on this machine"):
         check_tasks(RunConfig.model_validate({"tasks": config}))
 
 
@@ -125,7 +151,7 @@ def test_a_dataset_of_a_registry_is_found_by_its_name(tmp_path: Path, tasks: Pat
     with run_of(tmp_path, source="harbor", dataset="mine@1.0", registry=registry, limit=5) as run:
         assert len(task_sets(run).train) == 5
     wrong = {"source": "harbor", "dataset": "mine@2.0", "registry": registry}
-    with pytest.raises(DockyardError, match="`mine@2.0` could not be had"):
+    with pytest.raises(DockyardError, match="`mine@2.0` could not be loaded"):
         check_tasks(RunConfig.model_validate({"tasks": wrong}))
 
 

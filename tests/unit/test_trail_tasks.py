@@ -11,8 +11,8 @@ from trials import attempt_at, trial_runner
 from dockyard.config import AgentConfig
 from dockyard.rollout.shell import one_command
 from dockyard.settings.load import load_run_config
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import TRAIL_KINDS, write_trail_tasks
-from dockyard.tasks.sources import load_tasks
 from dockyard.types import Rollout, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")

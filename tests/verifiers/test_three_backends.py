@@ -25,7 +25,7 @@ from dockyard.collect.open import open_pool
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rollout.pool import Order
 from dockyard.run_dir.run import RunDir, step_phase
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]

@@ -1,1 +1,1 @@
-"""Engines past one machine that own the loop and call our rollouts: who they are, and how a run is handed to them."""
+"""Distributed systems that run the training loop themselves and call Dockyard for rollouts."""

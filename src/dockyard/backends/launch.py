@@ -37,7 +37,7 @@ _FORMAT = TypeAdapter(TaskSets)
 
 
 def write_task_list(run: RunDir) -> TaskSets:
-    """The run's tasks, found and written down; those of a resumed run are as they were."""
+    """Write the list of the run's tasks if there is none yet, and return it. A resumed run keeps its list."""
     if not run.task_list.exists():
         found = task_sets(run)
         anywhere = TaskSets(train=_anchored(found.train), heldout=_anchored(found.heldout))
@@ -46,13 +46,13 @@ def write_task_list(run: RunDir) -> TaskSets:
 
 
 def read_task_list(folder: Path) -> TaskSets:
-    """The tasks of the run in this folder."""
+    """Read the task list of the run in this folder."""
     file = task_list_file(folder)
     try:
         return _FORMAT.validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
         hint = "`dockyard backend` writes it when it starts a run"
-        raise DockyardError(f"`{file}` is no list of tasks: {error}", hint=hint) from None
+        raise DockyardError(f"`{file}` is not a list of tasks: {error}", hint=hint) from None
 
 
 def _anchored(tasks: list[Task]) -> list[Task]:
@@ -61,81 +61,81 @@ def _anchored(tasks: list[Task]) -> list[Task]:
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0
-"""How long a command that is asked to stop may take over it."""
+_STOP_TIMEOUT_S = 60.0
+"""Time that a command has to stop after it was asked to."""
 _OWN_SECTIONS = ("slime", "prime_rl")
-"""Read by the backend of that name alone; one run file may have several."""
+"""Sections that only the backend of that name reads. A run file may have several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The engine does what the setting says."""
+class Supported:
+    """The setting has the same effect under the backend as under `dockyard train`."""
 
     by: str
-    """What carries it there: an option of the engine, or `rollouts` where our own code heeds it as ever."""
+    """What applies it: the backend's options, or `rollouts` where Dockyard's own rollout code does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Nothing would come of the setting, so a run that has it written is refused."""
+    """The setting would have no effect, so a run that sets it explicitly is refused."""
 
     why: str
-    """Ends the sentence "slime ignores `trainer.lora_r`, ...: "."""
+    """Completes the sentence "slime ignores `trainer.lora_r`, ...: "."""
 
 
-type Support = Carried | Ignored
+type Support = Supported | Ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLaunch:
-    """What a backend starts for a run."""
+    """The command of a backend for one run, and what it needs."""
 
     command: tuple[str, ...]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Name -> text, written to the backend's folder of the run (`RunDir.backend`) first."""
+    """Name -> text. Written to the backend's folder in the run (`RunDir.backend`) before the command starts."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Over our own."""
+    """Variables that are added to those of this process."""
     directory: Path | None = None
-    """Where the command runs; None: where we do."""
+    """Working directory of the command. None: that of this process."""
     notes: tuple[str, ...] = ()
-    """For the user: what the defaults came to, and how this engine differs from `dockyard train`."""
+    """Lines for the user: the resolved defaults, and how the backend differs from `dockyard train`."""
 
 
 class Backend(Protocol):
-    """An engine that owns the training loop and calls our rollouts."""
+    """A system that runs the training loop itself and calls Dockyard for rollouts."""
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The name on the command line."""
         ...
 
-    def fate(self, key: str, config: RunConfig) -> Support:
-        """What becomes of a setting, by its dotted key."""
+    def support(self, key: str, config: RunConfig) -> Support:
+        """Return whether the backend supports the setting with this dotted key. Raise `KeyError` for unknown keys."""
         ...
 
     def check(self, config: RunConfig) -> None:
-        """Refuse what cannot be launched on this machine, before the run's folder is made."""
+        """Raise an error if the run cannot be launched on this machine. Called before the run's folder is created."""
         ...
 
     def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
-        """The command for a run in this folder. Touches nothing; refuses settings that contradict each other."""
+        """Return the command for a run in this folder. Has no side effects; refuses contradictory settings."""
         ...
 
 
 def refuse_ignored(backend: Backend, config: RunConfig, written: Provenance) -> None:
-    """An error that names every setting somebody wrote and nothing would come of."""
+    """Raise an error that names every explicitly set setting that the backend would ignore."""
     ignored = {
-        key: fate.why
+        key: support.why
         for key in written.places
         if key.partition(".")[0] not in _OWN_SECTIONS
-        if isinstance(fate := backend.fate(key, config), Ignored)
+        if isinstance(support := backend.support(key, config), Ignored)
     }
-    drop = f"`--drop {','.join(ignored)}` runs without"
+    hint = f"remove it, or add `--drop {','.join(ignored)}`"
     raise_if_any(
         [
             SettingProblem(
                 f"{backend.name} ignores `{key}`, which is `{setting_text(config, key)}` {written.places[key]}: {why}",
-                f"remove it; {drop}",
+                hint,
             )
             for key, why in ignored.items()
         ]
@@ -143,7 +143,7 @@ def refuse_ignored(backend: Backend, config: RunConfig, written: Provenance) -> 
 
 
 def prepare(backend: Backend, run: RunDir) -> BackendLaunch:
-    """Find the run's tasks, once for all processes of the run, and write what the command reads."""
+    """Write the task list, which all processes of the run share, and the files that the command reads."""
     tasks = write_task_list(run)
     launch = backend.plan(with_steps(run.config, len(tasks.train)), run.path)
     with disk_errors(run.path):
@@ -154,12 +154,13 @@ def prepare(backend: Backend, run: RunDir) -> BackendLaunch:
 
 
 def start(launch: BackendLaunch) -> int:
-    """Run the command to its end; its exit code. An interrupt stops it first."""
+    """Run the command and return its exit code. An interrupt stops the command first."""
     environment = os.environ | launch.environment
     program = launch.command[0]
     if shutil.which(program, path=environment.get("PATH")) is None:
-        raise DockyardError(f"`{program}` is not installed", hint="`--write` writes the files only, to start elsewhere")
-    words = [sys.executable, "-I", supervise.__file__, str(_PATIENCE_S), *launch.command]
+        hint = "`--write` only writes the files, so that you can start the run elsewhere"
+        raise DockyardError(f"`{program}` is not installed", hint=hint)
+    words = [sys.executable, "-I", supervise.__file__, str(_STOP_TIMEOUT_S), *launch.command]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=2, env=environment, cwd=launch.directory, start_new_session=True
     )
@@ -167,14 +168,14 @@ def start(launch: BackendLaunch) -> int:
     try:
         return process.wait()
     finally:
-        process.stdin.close()  # the supervisor ends the command, as it does when we die
+        process.stdin.close()  # the supervisor stops the command, as it does when this process dies
         process.wait()
 
 
 def clear_away(environment_type: str) -> None:
-    """Remove containers that processes of the command left behind when they were killed."""
+    """Remove containers that were left behind by killed processes of the command."""
     if environment_type != "docker":
         return
-    with suppress(DockerError, DockerUnreachableError, TimeoutError):  # the next run's janitor removes them
+    with suppress(DockerError, DockerUnreachableError, TimeoutError):  # the next run removes them
         if leftovers := asyncio.run(remove_leftovers()):
-            logger.info("removed what the run left behind: %s", leftovers)
+            logger.info("removed leftovers of the run: %s", leftovers)

@@ -100,7 +100,7 @@ class _Wanted:
     def write(self, renderer: "Renderer | None", report: "ConversionReport") -> None:
         """Everything in one pass over the trials."""
         from dockyard.convert.read import count_trials, read_trials
-        from dockyard.convert.samples import SampleNumbers, open_writer, samples_of
+        from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
         from dockyard.convert.traces import write_traces
 
         trials = _shown(read_trials(self.source, renderer, exact=not self.text), count_trials(self.source))
@@ -112,7 +112,7 @@ class _Wanted:
                 for trial in trials:
                     report.add(trial)
                     if writer:
-                        report.samples += _write(writer, samples_of(trial, numbers, renderer))
+                        report.samples += _write(writer, converted_samples(trial, numbers, renderer))
                     yield trial
                 if self.traces and not report.worded:
                     raise _NothingConvertedError

@@ -35,7 +35,7 @@ from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.run_dir.durable import disk_errors, whole_folder, write_atomically
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
 from dockyard.tasks.duplicates import content_digest
-from dockyard.tasks.sources import survey_tasks, task_settings
+from dockyard.tasks.folder import survey_tasks, task_settings
 from dockyard.types import Group, Rollout, Task
 
 # pyright: reportMissingTypeStubs=false

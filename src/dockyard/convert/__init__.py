@@ -49,12 +49,12 @@ class HarborTrajectoryConverter:
 
     def _samples(self, trials: "Iterable[Converted]") -> "list[Sample]":
         from dockyard.convert.report import ConversionReport
-        from dockyard.convert.samples import SampleNumbers, samples_of
+        from dockyard.convert.samples import SampleNumbers, converted_samples
 
         self.report, numbers = ConversionReport(), SampleNumbers()
         samples: list[Sample] = []
         for found in trials:
             self.report.add(found)
-            samples += samples_of(found, numbers, self._renderer)
+            samples += converted_samples(found, numbers, self._renderer)
         self.report.samples = len(samples)
         return samples

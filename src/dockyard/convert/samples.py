@@ -13,7 +13,17 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Blame, Failure, Group, Rollout, Segment
 
-__all__ = ["Sample", "SampleNumbers", "SampleStatus", "groups_of", "open_writer", "read_samples", "samples_of"]
+__all__ = [
+    "Sample",
+    "SampleMeta",
+    "SampleNumbers",
+    "SampleStatus",
+    "converted_samples",
+    "groups_of",
+    "open_writer",
+    "read_samples",
+    "samples_of",
+]
 
 _LOST = ("no_reward", "unreadable")
 
@@ -48,26 +58,54 @@ class SampleNumbers:
         ]
 
 
-def samples_of(
-    converted: Converted, numbers: SampleNumbers, renderer: Renderer | None, *, pad: bool = False
-) -> list[Sample]:
-    """One for each segment; for a rollout that is lost one that trains nothing, so that its group keeps its size.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMeta:
+    """What samples record about their rollout beyond the rollout itself."""
 
-    None for what has a reward and no tokens, or is not over yet; `pad` gives these one that trains nothing as well.
+    agent: str
+    model: str
+    group: str = ""
+    """The group in which rewards are compared. Empty: the rollouts of the same task."""
+    trial: str = ""
+    exact: bool = False
+    """Whether the token ids are those that were sampled."""
+    skipped: str | None = None
+    """Why the rollout is not training data, in one word."""
+
+
+def converted_samples(converted: Converted, numbers: SampleNumbers, renderer: Renderer | None) -> list[Sample]:
+    """Return the samples of a converted trial."""
+    meta = SampleMeta(
+        agent=converted.agent,
+        model=converted.model,
+        group=converted.group,
+        trial=converted.trial,
+        exact=converted.exact,
+        skipped=converted.skipped,
+    )
+    return samples_of(converted.rollout, meta, numbers, renderer)
+
+
+def samples_of(
+    rollout: Rollout, meta: SampleMeta, numbers: SampleNumbers, renderer: Renderer | None, *, pad: bool = False
+) -> list[Sample]:
+    """Return one sample per segment. A lost rollout gets one that trains nothing, so that its group keeps its size.
+
+    A rollout that has a reward but no tokens, or is not finished, has no samples; `pad` gives it one that trains
+    nothing as well.
     """
-    rollout = converted.rollout
     trained = [segment for segment in rollout.segments if segment.sampled.any()]
-    if converted.skipped is None and trained:
-        places = numbers.take(converted.group or rollout.task, len(trained))
-        return [_sample(*pair, converted, renderer) for pair in zip(trained, places, strict=True)]
-    if pad or (rollout.reward is None and rollout.task and converted.skipped in _LOST):
-        [place] = numbers.take(converted.group or rollout.task, 1)
-        return [_padding(place, converted)]
+    group = meta.group or rollout.task
+    if meta.skipped is None and trained:
+        places = numbers.take(group, len(trained))
+        return [_sample(*pair, rollout, meta, renderer) for pair in zip(trained, places, strict=True)]
+    if pad or (rollout.reward is None and rollout.task and meta.skipped in _LOST):
+        [place] = numbers.take(group, 1)
+        return [_padding(place, rollout, meta)]
     return []
 
 
-def _sample(segment: Segment, place: _Place, converted: Converted, renderer: Renderer | None) -> Sample:
-    rollout = converted.rollout
+def _sample(segment: Segment, place: _Place, rollout: Rollout, meta: SampleMeta, renderer: Renderer | None) -> Sample:
     start = int(np.argmax(segment.sampled))
     return Sample(
         group_index=place.group_index,
@@ -84,11 +122,11 @@ def _sample(segment: Segment, place: _Place, converted: Converted, renderer: Ren
         versions=None if segment.versions is None else segment.versions[start:],
         status=_status(rollout),
         remove_sample=rollout.reward is None,
-        metadata=_metadata(converted, place.segment),
+        metadata=_metadata(rollout, meta, place.segment),
     )
 
 
-def _padding(place: _Place, converted: Converted) -> Sample:
+def _padding(place: _Place, rollout: Rollout, meta: SampleMeta) -> Sample:
     """SLiME's idiom for a rollout that gave nothing to train on."""
     return Sample(
         group_index=place.group_index,
@@ -98,29 +136,29 @@ def _padding(place: _Place, converted: Converted) -> Sample:
         tokens=np.zeros(2, np.int32),
         response="",
         response_length=1,
-        label=converted.rollout.task,
-        reward=converted.rollout.reward,
+        label=rollout.task,
+        reward=rollout.reward,
         loss_mask=np.zeros(1, np.bool_),
         rollout_log_probs=None,
-        status=_status(converted.rollout),
-        remove_sample=converted.rollout.reward is None,
-        metadata=_metadata(converted, 0),
+        status=_status(rollout),
+        remove_sample=rollout.reward is None,
+        metadata=_metadata(rollout, meta, 0),
     )
 
 
-def _metadata(converted: Converted, segment: int) -> dict[str, Any]:
-    rollout, failure = converted.rollout, converted.rollout.failure
+def _metadata(rollout: Rollout, meta: SampleMeta, segment: int) -> dict[str, Any]:
+    failure = rollout.failure
     return {
         "task": rollout.task,
         "kind": rollout.kind,
         "attempt": rollout.attempt,
-        "trial": converted.trial,
-        "agent": converted.agent,
-        "model": converted.model,
+        "trial": meta.trial,
+        "agent": meta.agent,
+        "model": meta.model,
         "segment": segment,
-        "exact": converted.exact,
+        "exact": meta.exact,
         "failure": failure and {"cause": failure.cause, "blame": failure.blame.value, "message": failure.message},
-        "skipped": converted.skipped,
+        "skipped": meta.skipped,
     }
 
 

@@ -1,7 +1,7 @@
 """`dockyard doctor`: what this machine can run, and the command that fixes what it cannot.
 
-Exit code 0 when everything that `make demo` needs works, whatever else is missing. `dockyard doctor MODEL` looks at a
-model instead.
+The exit code is 0 if everything that `make demo` needs works, whatever else is missing. `dockyard doctor MODEL`
+examines a model instead.
 """
 
 import argparse
@@ -21,12 +21,12 @@ STYLES = {Status.OK: "green", Status.MISSING: "yellow", Status.BROKEN: "red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport:
-    """Every check with what it found."""
+    """Every check with its finding."""
 
     rows: tuple[tuple[Check, Finding], ...]
 
     def missing_for(self, use: Use) -> list[str]:
-        """The checks that keep this machine from a use."""
+        """Return the names of the checks that failed and are needed for this use."""
         return [
             check.name for check, finding in self.rows if use in check.needed_for and finding.status is not Status.OK
         ]
@@ -36,14 +36,14 @@ class DoctorReport:
 
 
 def examine(probe: Probe) -> DoctorReport:
-    """Run every check, all at the same time: together they take as long as the slowest."""
+    """Run all checks concurrently."""
     with ThreadPoolExecutor(max_workers=len(CHECKS)) as pool:
         findings = [pool.submit(check.look, probe) for check in CHECKS]
         return DoctorReport(rows=tuple((check, found.result()) for check, found in zip(CHECKS, findings, strict=True)))
 
 
 def to_json(report: DoctorReport) -> str:
-    """The report as data."""
+    """Return the report as JSON."""
     checks = [
         {
             "name": check.name,
@@ -60,7 +60,7 @@ def to_json(report: DoctorReport) -> str:
 
 
 def to_table(report: DoctorReport) -> Text:
-    """The report for a person: one line per check, the fix below what needs one, and what it comes to."""
+    """Return the report as a table: one line per check, with notes and the fix below it, and a summary."""
     width = max(len(check.name) for check, _ in report.rows)
     table = Text()
     for check, finding in report.rows:
@@ -74,18 +74,20 @@ def to_table(report: DoctorReport) -> Text:
 
 
 def summarize(report: DoctorReport) -> str:
-    """What this machine can run, and for the rest which checks stand in the way."""
+    """Return one sentence on what this machine can run, and one on what it cannot and which checks failed."""
     can = [use.value for use in Use if report.can_run(use)]
     cannot = [f"{use.value} ({', '.join(report.missing_for(use))})" for use in Use if not report.can_run(use)]
-    first = f"This machine can run {', '.join(can)}." if can else "This machine can run nothing yet."
-    return f"{first} Not {'; '.join(cannot)}." if cannot else first
+    first = f"This machine can run {', '.join(can)}." if can else "This machine cannot run anything yet."
+    return f"{first} It cannot run {'; '.join(cannot)}." if cannot else first
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; 0 when the demo can run here, else 1. About a model it is always 0."""
-    parser = argparse.ArgumentParser(prog="dockyard doctor", description="What this machine can run.")
+    """Print the report. Return 0 if the demo can run here, otherwise 1; for a model always 0."""
+    parser = argparse.ArgumentParser(
+        prog="dockyard doctor", description="Check what this machine can run, or how a model's prompts are built."
+    )
     parser.add_argument("model", metavar="MODEL", nargs="?")
-    parser.add_argument("--json", action="store_true", help="print the report as data")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     arguments = parser.parse_args(argv)
     if arguments.model is not None:
         return _show_model(arguments.model, as_json=arguments.json)

@@ -1,6 +1,6 @@
-"""The checks: each looks at one thing and, where that does not work, names the one command that fixes it.
+"""The checks: each examines one thing and, if that does not work, names the command that fixes it.
 
-A check takes the machine as a `Probe`, so that a test can hand it any machine.
+A check gets the machine as a `Probe`, so that a test can pass any machine.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ REQUIRED = {
     "peft": ">=0.19",
     "gguf": ">=0.17",
 }
-"""As in pyproject.toml; a test compares them."""
+"""The same as in pyproject.toml; a test compares them."""
 
 KEYS = {
     "HF_TOKEN": "gated models and datasets of the Hugging Face Hub",
@@ -32,20 +32,20 @@ KEYS = {
     "ANTHROPIC_API_KEY": "a hosted model behind an agent",
 }
 MIN_FREE_GB = 2.0
-"""The demo's model, adapters and rollouts, with room to spare."""
+"""Enough for the demo's model, adapters and rollouts."""
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """The result of a check."""
 
     OK = "ok"
     MISSING = "missing"
     BROKEN = "broken"
-    """It is there and does not work."""
+    """It exists but does not work."""
 
 
 class Use(StrEnum):
-    """What a person may want to run here."""
+    """What a user may want to run on this machine."""
 
     DEMO = "the demo"
     GPU = "one-GPU training"
@@ -59,9 +59,9 @@ class Finding:
     status: Status
     found: str
     fix: str = ""
-    """One command; empty when all is well."""
+    """The command that fixes it; empty if it works."""
     notes: tuple[str, ...] = ()
-    """What a person should know of something that works."""
+    """Restrictions of something that works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +74,22 @@ class Check:
 
 
 def ok(found: str) -> Finding:
-    """It works."""
+    """Return the finding for something that works."""
     return Finding(status=Status.OK, found=found)
 
 
 def missing(found: str, *, fix: str) -> Finding:
-    """It is not there."""
+    """Return the finding for something that is not installed or not set."""
     return Finding(status=Status.MISSING, found=found, fix=fix)
 
 
 def broken(found: str, *, fix: str) -> Finding:
-    """It is there and does not work."""
+    """Return the finding for something that exists but does not work."""
     return Finding(status=Status.BROKEN, found=found, fix=fix)
 
 
 def install(probe: Probe, requirement: str) -> str:
-    """The command that installs into the Python that runs us; environments made by uv have no pip."""
+    """Return the command that installs into this Python. Environments created by uv have no pip."""
     if probe.has_command("uv"):
         return f"uv pip install --python {probe.python} '{requirement}'"
     if probe.package_version("pip"):
@@ -98,31 +98,31 @@ def install(probe: Probe, requirement: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Where most programs say what went wrong."""
-    return text.splitlines()[-1].strip() if text else "it gave no reason"
+    """Return the last line, where most programs print the error."""
+    return text.splitlines()[-1].strip() if text else "no error message"
 
 
 def check_python(probe: Probe) -> Finding:
-    """Python 3.12 or newer."""
+    """Check that Python is 3.12 or newer."""
     version = ".".join(map(str, probe.python_version))
     if probe.python_version < (3, 12):
-        return broken(f"{version}; 3.12 or newer is needed", fix="uv venv --python 3.12")
+        return broken(f"{version}; 3.12 or newer is required", fix="uv venv --python 3.12")
     return ok(f"{version} ({probe.python})")
 
 
 def check_package(probe: Probe, name: str) -> Finding:
-    """A package of a version that we were written for."""
+    """Check that a package is installed in a supported version."""
     requirement = name + REQUIRED[name]
     version = probe.package_version(name)
     if version is None:
         return missing("not installed", fix=install(probe, requirement))
     if not SpecifierSet(REQUIRED[name]).contains(version, prereleases=True):
-        return broken(f"{version}; {REQUIRED[name]} is needed", fix=install(probe, requirement))
+        return broken(f"{version}; {REQUIRED[name]} is required", fix=install(probe, requirement))
     return ok(version)
 
 
 def check_harbor(probe: Probe) -> Finding:
-    """Harbor, whose older versions also start qwen-coder wrongly."""
+    """Check Harbor, whose older versions also start qwen-coder incorrectly."""
     finding = check_package(probe, "harbor")
     version = probe.package_version("harbor")
     if version is None or not SpecifierSet("<0.25").contains(version, prereleases=True):
@@ -132,13 +132,13 @@ def check_harbor(probe: Probe) -> Finding:
 
 
 def check_torch(probe: Probe) -> Finding:
-    """Torch is often installed and still unable to load its libraries, so it is imported."""
+    """Check torch by importing it, because an installed torch may be unable to load its libraries."""
     finding = check_package(probe, "torch")
     if finding.status is not Status.OK:
         return finding
     ran = probe.run([probe.python, "-c", "import torch"])
     if ran.code is None:
-        return ok(f"{finding.found} (importing it took too long to be tried here)")
+        return ok(f"{finding.found} (not imported: that took too long)")
     if ran.code != 0:
         fix = install(probe, f"torch{REQUIRED['torch']}").replace("install", "install --force-reinstall", 1)
         return broken(f"{finding.found}; importing it fails: {last_line(ran.error)}", fix=fix)
@@ -146,7 +146,7 @@ def check_torch(probe: Probe) -> Finding:
 
 
 def check_sandbox(probe: Probe) -> Finding:
-    """The `sandbox` environment: how sandboxes are made here, and what they lack."""
+    """Check the `sandbox` environment: how sandboxes are made here, and what they do not protect."""
     found = probe.sandbox()
     if isinstance(found, MachineProblem):
         return broken(found.message, fix=found.hint)
@@ -154,43 +154,44 @@ def check_sandbox(probe: Probe) -> Finding:
 
 
 def check_docker(probe: Probe) -> Finding:
-    """A Docker client, and an engine that answers it."""
+    """Check that the Docker client is installed and its engine answers."""
     if not probe.has_command("docker"):
         return missing("no `docker` on the PATH", fix="curl -fsSL https://get.docker.com | sh")
     ran = probe.run(["docker", "version", "--format", "{{.Server.Version}}"])
     if ran.code == 0:
         return ok(f"engine {ran.output}")
     if ran.code is None:
-        return broken("the client is here, but its engine does not answer in time", fix=start_docker(probe))
+        return broken("the client is installed, but its engine does not answer in time", fix=start_docker(probe))
     if "permission denied" in ran.error.lower():
         return broken(
-            "the engine runs, but you may not talk to it", fix='sudo usermod -aG docker "$USER" && newgrp docker'
+            "the engine runs, but you may not access it",
+            fix='sudo usermod -aG docker "$USER" && newgrp docker',
         )
-    return broken(f"the client is here, but no engine runs: {last_line(ran.error)}", fix=start_docker(probe))
+    return broken(f"the client is installed, but no engine is running: {last_line(ran.error)}", fix=start_docker(probe))
 
 
 def start_docker(probe: Probe) -> str:
-    """The command that starts the engine."""
+    """Return the command that starts the engine."""
     if probe.system == "Darwin":
         return "open -a Docker"
     return "sudo systemctl start docker" if probe.has_command("systemctl") else "sudo service docker start"
 
 
 def check_compose(probe: Probe) -> Finding:
-    """Compose v2, through which Harbor does everything it does with Docker."""
+    """Check Compose v2, which Harbor uses for everything it does with Docker."""
     fix = "sudo apt-get install docker-compose-plugin"
     if not probe.has_command("docker"):
         return missing("no `docker` on the PATH", fix="curl -fsSL https://get.docker.com | sh")
     ran = probe.run(["docker", "compose", "version", "--short"])
     if ran.code != 0 or not ran.output:
-        return missing("`docker compose` is not there", fix=fix)
+        return missing("`docker compose` is not installed", fix=fix)
     if ran.output.lstrip("v").startswith(("0.", "1.")):
-        return broken(f"{ran.output}; v2 is needed", fix=fix)
+        return broken(f"{ran.output}; v2 is required", fix=fix)
     return ok(ran.output)
 
 
 def check_gpu(probe: Probe) -> Finding:
-    """An NVIDIA GPU and its driver."""
+    """Check for an NVIDIA GPU and its driver."""
     if not probe.has_command("nvidia-smi"):
         return missing("no `nvidia-smi` on the PATH", fix="dockyard train RUN.toml --model.device cpu")
     ran = probe.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
@@ -202,16 +203,16 @@ def check_gpu(probe: Probe) -> Finding:
 
 
 def name_gpu(line: str) -> str:
-    """`NVIDIA H200, 143771` in a person's units. Some GPUs share the host's memory and give no number."""
+    """Format a line such as `NVIDIA H200, 143771`. GPUs that share the host's memory report no number."""
     name, _, memory_mib = (part.strip() for part in line.rpartition(","))
     return f"{name}, {int(memory_mib) / 1024:.0f} GiB" if memory_mib.isdigit() else name
 
 
 def check_cuda(probe: Probe) -> Finding:
-    """Torch sees the GPU: a driver alone is not enough, and the CPU build of torch sees none."""
+    """Check that torch can use the GPU. Its CPU build cannot, even if there is a driver."""
     fix = install(probe, f"torch{REQUIRED['torch']}").replace("install", "install --force-reinstall", 1)
     if not probe.has_command("nvidia-smi"):
-        return missing("no GPU for torch to see", fix="dockyard train RUN.toml --model.device cpu")
+        return missing("no GPU that torch could use", fix="dockyard train RUN.toml --model.device cpu")
     if probe.package_version("torch") is None:
         return missing("torch is not installed", fix=install(probe, f"torch{REQUIRED['torch']}"))
     ran = probe.run([probe.python, "-c", "import torch; print(torch.version.cuda, torch.cuda.device_count())"])
@@ -221,12 +222,12 @@ def check_cuda(probe: Probe) -> Finding:
         return broken(f"torch fails: {last_line(ran.error)}", fix=fix)
     cuda, count = ran.output.split()[-2:]
     if cuda == "None" or count == "0":
-        return broken(f"torch sees no GPU (built for CUDA: {cuda})", fix=fix)
-    return ok(f"torch sees {count} GPU{'s' if count != '1' else ''}, CUDA {cuda}")
+        return broken(f"torch finds no GPU (built for CUDA: {cuda})", fix=fix)
+    return ok(f"torch finds {count} GPU{'s' if count != '1' else ''}, CUDA {cuda}")
 
 
 def check_vllm(probe: Probe) -> Finding:
-    """The engine for GPUs, here or as a command of another environment."""
+    """Check for vLLM, in this environment or as a command of another one."""
     version = probe.package_version("vllm")
     if version:
         return ok(version)
@@ -236,7 +237,7 @@ def check_vllm(probe: Probe) -> Finding:
 
 
 def check_disk(probe: Probe, folder: Path | None = None) -> Finding:
-    """Room for runs in a folder; None means the cache, whose place is the machine's to say."""
+    """Check the free disk space in a folder; None: in the cache folder."""
     place = folder or probe.cache_dir
     space = probe.space(place)
     free_gb = space.free_bytes / 1e9
@@ -245,15 +246,15 @@ def check_disk(probe: Probe, folder: Path | None = None) -> Finding:
     if free_gb < MIN_FREE_GB:
         move = "export DOCKYARD_CACHE=/larger/disk/dockyard"
         fix = "dockyard train RUN.toml --run_dir /larger/disk/run" if folder else move
-        return broken(f"{free_gb:.1f} GB free in {place}; {MIN_FREE_GB:.0f} GB is needed", fix=fix)
+        return broken(f"{free_gb:.1f} GB free in {place}; {MIN_FREE_GB:.0f} GB is required", fix=fix)
     return ok(f"{free_gb:.0f} GB free in {place}")
 
 
 def check_key(probe: Probe, name: str) -> Finding:
-    """Whether a key is there. Its value is never read."""
+    """Check whether a key is set. Its value is never read."""
     if probe.has_variable(name):
         return ok("set")
-    return missing(f"not set; for {KEYS[name]}", fix=f"export {name}=...")
+    return missing(f"not set; needed for {KEYS[name]}", fix=f"export {name}=...")
 
 
 EVERY = frozenset(Use)

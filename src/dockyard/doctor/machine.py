@@ -1,4 +1,4 @@
-"""What a check may ask of this machine. Every question is answered within 5 seconds, and no secret leaves here."""
+"""Queries of this machine for the checks. Each is answered within 5 seconds, and no secret is read."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from dockyard.cache import cache_dir
 
-# In a process of its own, which can be ended when a kernel leaves bubblewrap hanging.
+# Run in a separate process, which can be killed if bubblewrap hangs.
 _TRY_SANDBOX = (
     "import json\nfrom dockyard.errors import DockyardError\n"
     "from dockyard.rollout.sandbox.check import choose_mechanism\n"
@@ -26,17 +26,17 @@ _TRY_SANDBOX = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A command that was run."""
+    """The result of a command."""
 
     code: int | None
-    """Its exit code; None when it took too long and was ended."""
+    """Its exit code; None if it took too long and was killed."""
     output: str = ""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """A folder, which need not exist yet, as a place to write to."""
+    """Free space and permissions of a folder, which need not exist yet."""
 
     free_bytes: int
     writable: bool
@@ -44,18 +44,18 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProblem:
-    """Why something does not work, and the next command to try."""
+    """Why something does not work, and what to do about it."""
 
     message: str
     hint: str
 
 
 class Probe(Protocol):
-    """The machine as the checks see it."""
+    """The interface through which checks query a machine."""
 
     @property
     def python(self) -> str:
-        """Path of the Python that runs us."""
+        """Path of this Python."""
         ...
 
     @property
@@ -78,18 +78,18 @@ class Probe(Protocol):
     def package_version(self, name: str) -> str | None: ...
 
     def has_variable(self, name: str) -> bool:
-        """Whether an environment variable is set and not empty. Its value stays unknown."""
+        """Whether an environment variable is set and not empty. Its value is not returned."""
         ...
 
     def space(self, folder: Path) -> Space: ...
 
     def sandbox(self) -> MachineProblem | list[str]:
-        """How sandboxes are made here, then what they lack; or why there can be none."""
+        """Return how sandboxes are made here, followed by what they do not protect; or why none can start."""
         ...
 
 
 class Machine:
-    """The real one."""
+    """This machine."""
 
     python = sys.executable
     python_version = sys.version_info[:3]
@@ -114,7 +114,7 @@ class Machine:
             try:
                 output, error = process.communicate(timeout=self._timeout_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # with its children, which would hold the pipes open
+                os.killpg(process.pid, signal.SIGKILL)  # including its children, which would keep the pipes open
                 return Ran(code=None)
         return Ran(code=process.returncode, output=output.strip(), error=error.strip())
 

@@ -1,4 +1,4 @@
-"""`dockyard doctor MODEL`: how this model's prompts are built, and which agents fit into its context."""
+"""`dockyard doctor MODEL`: how the model's prompts are built, and which agents fit into its context."""
 
 import json
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ FIRST_PROMPTS = {
     "qwen-code": 16_800,
     "claude-code 2.1.197": 18_750,
 }
-"""Tokens of an agent's first prompt: its system text and tools, counted with Qwen3's tokenizer."""
+"""Number of tokens of an agent's first prompt (system prompt and tools), counted with Qwen3's tokenizer."""
 _ROOM = 4096
-"""Tokens for a few turns after the first prompt."""
+"""Tokens that a few turns after the first prompt need."""
 _MARK = "\ue000system\ue001"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """An agent's first prompt against the context."""
+    """Whether an agent's first prompt fits into the context."""
 
     agent: str
     first_prompt: int
@@ -54,15 +54,15 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """What the gateway does with a model."""
+    """How the gateway handles a model."""
 
     model: str
     folder: Path
     rendering: Rendering
     context_length: int | None
-    """As `config.json` has it; None if it does not say."""
+    """From `config.json`; None if it has none."""
     default_system: str | None
-    """What the template makes up when an agent sends no system text."""
+    """The system prompt that the template inserts if an agent sends none."""
     fits: tuple[Fit, ...]
 
     @property
@@ -74,11 +74,11 @@ class ModelReport:
         found: list[str] = []
         if not self.rendering.splices:
             found.append(
-                "this template cannot render new messages alone: histories are re-rendered at each call, and a rollout "
-                "becomes several segments"
+                "this template cannot render new messages alone: the history is rendered again at each call, and a "
+                "rollout becomes several segments"
             )
         if self.context_length is None:
-            found.append("`config.json` names no context length: give `--engine.context_length`")
+            found.append("`config.json` has no context length: set `--engine.context_length`")
         if large := [f"{fit.agent} (about {fit.first_prompt:,})" for fit in self.fits if fit.fits == "no"]:
             found.append(
                 f"these agents need more than the context's {self.context_length:,} tokens for their first prompt: "
@@ -88,7 +88,7 @@ class ModelReport:
 
 
 def examine_model(name: str) -> ModelReport:
-    """Load the model's tokenizer and template; no weights, no torch."""
+    """Load the model's tokenizer and template, without weights or torch."""
     folder = find_model(name, weights=False)
     renderer = Renderer.load(folder, name)
     context_length = read_config(folder / "config.json", _Config).context_length()
@@ -103,21 +103,21 @@ def examine_model(name: str) -> ModelReport:
 
 
 def model_to_json(report: ModelReport) -> str:
-    """The report as data."""
+    """Return the report as JSON."""
     found = asdict(report) | {"folder": str(report.folder), "tools_preamble": report.tools_preamble}
     return json.dumps(found | {"warnings": report.warnings}, indent=2)
 
 
 def model_to_text(report: ModelReport) -> Text:
-    """The report for a person."""
+    """Return the report as text."""
     rendering = report.rendering
-    preamble = "; the template knows none, so tools are told in the system text" if report.tools_preamble else ""
+    preamble = "; the template has none, so the system prompt describes the tools" if report.tools_preamble else ""
     default = "none" if report.default_system is None else repr(report.default_system)
     rows = [
         ("model", f"{report.model} ({report.folder})"),
         ("renderer", rendering.renderer),
         ("tool calls", rendering.tool_calls + preamble),
-        ("splices", "yes: a rollout stays one sequence" if rendering.splices else "no"),
+        ("splices", "yes: a rollout is one sequence" if rendering.splices else "no"),
         ("stop tokens", " ".join(rendering.stop_tokens)),
         ("default system", default),
         ("context", "unknown" if report.context_length is None else f"{report.context_length:,} tokens"),
@@ -125,7 +125,7 @@ def model_to_text(report: ModelReport) -> Text:
     text = Text()
     for name, value in rows:
         text.append(f"{name:<15}", style="bold").append(f" {value}\n")
-    text.append("\nfirst prompts of agents, by Qwen3's tokenizer\n", style="bold").append(_fit_table(report.fits))
+    text.append("\nfirst prompts of agents, in tokens of Qwen3\n", style="bold").append(_fit_table(report.fits))
     for warning in report.warnings:
         text.append("warning", style="yellow").append(f": {warning}\n")
     return text
@@ -146,7 +146,7 @@ def _fit_table(fits: Sequence[Fit]) -> Text:
 
 
 class _Config(BaseModel):
-    """The part of `config.json` that says how long the context is."""
+    """The fields of `config.json` that contain the context length."""
 
     max_position_embeddings: int | None = None
     n_positions: int | None = None
@@ -158,15 +158,15 @@ class _Config(BaseModel):
 
 
 def _default_system(folder: Path) -> str | None:
-    """What stands in a prompt without a system text where one with it has that."""
+    """Return the system prompt that the template inserts, found by comparing prompts with and without one."""
     config = read_config(folder / "tokenizer_config.json", TokenizerConfig)
     template = ChatTemplate(template_source(folder, config), config.special_tokens())
     user = {"role": "user", "content": "hello"}
     try:
-        told = template.render([{"role": "system", "content": _MARK}, user], prompt=True)
-        bare = template.render([user], prompt=True)
+        with_system = template.render([{"role": "system", "content": _MARK}, user], prompt=True)
+        without = template.render([user], prompt=True)
     except TemplateRejectionError:
         return None
-    head, _, tail = told.partition(_MARK)
-    said = bare.removeprefix(head).removesuffix(tail)
-    return said if head + said + tail == bare and said else None
+    head, _, tail = with_system.partition(_MARK)
+    inserted = without.removeprefix(head).removesuffix(tail)
+    return inserted if head + inserted + tail == without and inserted else None

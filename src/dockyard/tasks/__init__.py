@@ -1,1 +1,1 @@
-"""Where tasks come from: folders, registries, dataset rows and generated tasks."""
+"""Tasks and their sources: folders, registries, dataset rows and generated tasks."""

@@ -1,8 +1,8 @@
-"""Tasks that are the same task under two names. Nothing is guessed from meaning: files are compared.
+"""Find tasks that are the same under different names, by comparing their files.
 
-Exact: the same instruction, tests and environment, but for whitespace. Near: the same words in the instruction in the
-same order, and besides the same solution, or the same tests in the same environment. Less would not do: whole datasets
-say `Fix the failing tests` in one image, or run the same `test.sh`, and mean another bug each time.
+Exact duplicates have the same instruction, tests and environment except for whitespace. Near duplicates have the same
+words in the instruction, and the same solution or the same tests in the same environment. Weaker criteria fail: whole
+datasets use the instruction `Fix the failing tests` in one image, or the same `test.sh`, for different bugs.
 """
 
 import os
@@ -13,25 +13,25 @@ from hashlib import blake2b, file_digest
 from itertools import chain
 from pathlib import Path, PurePath
 
-from dockyard.tasks.sources import task_settings
+from dockyard.tasks.folder import task_settings
 from dockyard.types import Task
 
 _BULLET = re.compile(r"^\s*[-*+]\s+", re.MULTILINE)
-_WORD = re.compile(r"[^\W_]+|[-<>=+/%&|^~@$]")  # what is left out is how text is set, not what it says
+_WORD = re.compile(r"[^\W_]+|[-<>=+/%&|^~@$]")  # ignores characters that are only formatting
 _LARGE = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What of a task is compared, as digests."""
+    """Digests of the parts of a task that are compared."""
 
     instruction: str
     words: str
-    """Of the instruction, whatever its case, punctuation and layout."""
+    """The words of the instruction without case, punctuation and layout."""
     tests: str
     environment: str
     solution: str | None
-    """None where there is none."""
+    """None if the task has none."""
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -39,14 +39,14 @@ class Fingerprint:
 
     @property
     def near(self) -> list[tuple[str, ...]]:
-        """Tasks that share one of these are duplicates."""
+        """Keys. Tasks with a key in common are duplicates."""
         solved = [("solution", self.words, self.solution)] if self.solution else []
         return [("tests", self.words, self.tests, self.environment), *solved]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duplicate:
-    """A task that another one makes superfluous."""
+    """A task that duplicates another one."""
 
     task: str
     of: str
@@ -54,7 +54,7 @@ class Duplicate:
 
 
 def find_duplicates(tasks: Sequence[Task]) -> list[Duplicate]:
-    """Every task but the first of each class."""
+    """Return all tasks except the first of each class of duplicates."""
     prints = [fingerprint(task) for task in tasks]
     return [
         Duplicate(task=tasks[other].name, of=tasks[first].name, exact=prints[other].exact == prints[first].exact)
@@ -64,13 +64,13 @@ def find_duplicates(tasks: Sequence[Task]) -> list[Duplicate]:
 
 
 def duplicate_classes(tasks: Sequence[Task]) -> list[list[Task]]:
-    """The tasks, those that are duplicates of each other together. The order of the tasks is kept."""
+    """Group duplicates together. The order of the tasks is kept."""
     prints = [fingerprint(task) for task in tasks]
     return [[tasks[index] for index in members] for members in _classes(prints)]
 
 
 def fingerprint(task: Task) -> Fingerprint:
-    """Read from the task's folder."""
+    """Compute the fingerprint of a task from its folder."""
     parts: dict[str, list[PurePath]] = {}
     for file in _files(task.path):
         parts.setdefault(_part(file), []).append(file)
@@ -86,13 +86,13 @@ def fingerprint(task: Task) -> Fingerprint:
 
 
 def content_digest(tasks: Sequence[Task]) -> str:
-    """Changes with any byte of any file of these tasks, and with their names; not with where their folders lie."""
+    """Return a digest of all files and names of these tasks, independent of where their folders are."""
     files = ((task.name, task.path, file) for task in tasks for file in _files(task.path))
     return _digest(piece for name, path, file in files for piece in (name.encode(), bytes(file), _raw(path / file)))
 
 
 def _classes(prints: Sequence[Fingerprint]) -> list[list[int]]:
-    """Which belong together, directly or through others. Each class is led by its first."""
+    """Return the connected components of duplicates, as indices. The first index represents its class."""
     leaders = list(range(len(prints)))
 
     def leader(index: int) -> int:
@@ -112,7 +112,7 @@ def _classes(prints: Sequence[Fingerprint]) -> list[list[int]]:
 
 
 def _files(folder: Path) -> list[PurePath]:
-    """Relative to the folder, in an order that is the same everywhere. Links are files here: they are not followed."""
+    """Return relative paths in a fixed order. Links count as files and are not followed."""
     found = [
         (parent / name).relative_to(folder) for parent, folders, names in folder.walk() for name in (*names, *folders)
     ]
@@ -120,7 +120,7 @@ def _files(folder: Path) -> list[PurePath]:
 
 
 def _part(file: PurePath) -> str:
-    """Which part of a task a file belongs to. A step has the parts of a task, and files of its own to start from."""
+    """Return the part of a task to which a file belongs. A step has the same parts, and `workdir`."""
     parts = file.parts[2:] if file.parts[0] == "steps" else file.parts
     top = parts[0] if parts else ""
     return "environment" if top == "workdir" else top
@@ -133,7 +133,7 @@ def _contents(folder: Path, files: Iterable[PurePath]) -> Iterator[bytes]:
 
 
 def _loose(file: Path) -> bytes:
-    """The content but for its whitespace; of what is large or no text, a digest."""
+    """Return the content without whitespace differences; for large or binary files a digest."""
     if file.is_symlink() or file.stat().st_size > _LARGE:
         return _raw(file)
     data = file.read_bytes()
@@ -154,5 +154,5 @@ def _words(text: bytes) -> str:
 def _digest(pieces: Iterable[bytes]) -> str:
     digest = blake2b(digest_size=16)
     for piece in pieces:
-        digest.update(len(piece).to_bytes(8) + piece)  # with its length: "ab", "c" is not "a", "bc"
+        digest.update(len(piece).to_bytes(8) + piece)  # with its length, so that "ab", "c" differs from "a", "bc"
     return digest.hexdigest()

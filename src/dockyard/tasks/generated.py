@@ -1,10 +1,10 @@
 """Generate small Harbor tasks, with other words, file names and phrasings for the held-out ones.
 
 `demo`: six kinds of shell work, for a first run that learns on a CPU. `trail`: tasks of three or four model calls, in
-which a note names the next note and the last one a word and a file. Each note lies in a folder with a random name. A
-script could still follow them all in one call; with the `shell` agent's `commands = ["cat", "echo"]` there is no
-shorter way than note by note. Some training notes spell out the command, because a small model needs successes to climb
-from; no held-out note does.
+which a note names the next note and the last one a word and a file. Each note is in a folder with a random name. A
+script could still follow them all in one call; with the `shell` agent's `commands = ["cat", "echo"]` each note needs
+its own call. Some training notes spell out the command, because a small model needs initial successes; no held-out note
+does.
 """
 
 import random
@@ -15,6 +15,10 @@ from itertools import cycle
 from pathlib import Path
 from string import Template
 from typing import Protocol
+
+from dockyard.config import TasksConfig
+from dockyard.tasks.folder import load_tasks
+from dockyard.tasks.sources import SourceRequest, SourceTasks
 
 _TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
 bucket butter button cabin candle canyon carpet castle cedar cherry chimney circle clover cobalt comet copper coral
@@ -32,7 +36,7 @@ sizes songs staff status steps stock summary tables target teams tools topics to
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What one side of the split may say."""
+    """Words and file names for training or for held-out tasks."""
 
     words: Sequence[str]
     stems: Sequence[str]
@@ -58,18 +62,18 @@ class Draft:
 
     instruction: str
     credits: dict[float, str]
-    """Shell conditions run in /app, in rising order: the last that holds gives the reward. None holds at the start."""
+    """Reward -> shell condition, run in /app in increasing order. The last true one counts; all are false initially."""
     solution: str
     files: dict[str, str] = field(default_factory=dict[str, str])
-    """What /app holds at the start."""
+    """Initial contents of /app."""
 
 
 type Kinds = Mapping[str, Callable[[random.Random, Vocabulary], Draft]]
-"""How each kind of task is made, by its name."""
+"""Name of a kind of task -> the function that generates it."""
 
 
 class WriteTasks(Protocol):
-    """Fills `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
+    """Writes `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
 
     def __call__(self, folder: Path, *, num_train: int = ..., num_heldout: int = ..., seed: int = ...) -> None: ...
 
@@ -106,8 +110,8 @@ echo "$reward" > /logs/verifier/reward.txt
 """
 
 
-def write_generated(folder: Path, source: str, kinds: Kinds, *, num_train: int, num_heldout: int, seed: int) -> None:
-    """Fill `folder/train` and `folder/heldout` with tasks of these kinds. The same arguments give the same tasks."""
+def write_tasks(folder: Path, source: str, kinds: Kinds, *, num_train: int, num_heldout: int, seed: int) -> None:
+    """Write tasks of these kinds to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
     for side, count, vocabulary in (("train", num_train, TRAIN), ("heldout", num_heldout, HELDOUT)):
         for index, (kind, draft) in enumerate(_drafts(random.Random(f"{seed}-{side}"), kinds, vocabulary, count)):
             name = f"{side}-{index:03}-{kind}"
@@ -116,7 +120,7 @@ def write_generated(folder: Path, source: str, kinds: Kinds, *, num_train: int, 
 
 
 def _drafts(rng: random.Random, kinds: Kinds, vocabulary: Vocabulary, count: int) -> Iterator[tuple[str, Draft]]:
-    """The kinds in turn, no instruction twice."""
+    """Yield tasks with alternating kinds and distinct instructions."""
     seen: set[str] = set()
     turns = cycle(kinds.items())
     while len(seen) < count:
@@ -134,7 +138,7 @@ def _write_task(path: Path, toml: str, draft: Draft) -> None:
         "task.toml": toml,
         "instruction.md": draft.instruction + "\n",
         "environment/Dockerfile": _DOCKERFILE,
-        "environment/files/.keep": "",  # COPY needs something to copy
+        "environment/files/.keep": "",  # COPY needs at least one file
         "tests/test.sh": _TEST_SH.format(checks=checks),
         "solution/solve.sh": f"#!/bin/bash\ncd /app\n{draft.solution}\n",
         **{f"environment/files/{file}": text for file, text in draft.files.items()},
@@ -315,8 +319,8 @@ DEMO_KINDS: Kinds = {
 
 
 def write_demo_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
-    """Fill `folder/train` and `folder/heldout` with Harbor tasks. The same arguments give the same tasks."""
-    write_generated(folder, "demo", DEMO_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+    """Write Harbor tasks to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
+    write_tasks(folder, "demo", DEMO_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
 
 
 def _trail(rng: random.Random, vocabulary: Vocabulary, *, num_notes: int) -> Draft:
@@ -370,5 +374,24 @@ TRAIL_KINDS: Kinds = {"three-calls": partial(_trail, num_notes=2), "four-calls":
 
 
 def write_trail_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
-    """Fill `folder/train` and `folder/heldout` with Harbor tasks. The same arguments give the same tasks."""
-    write_generated(folder, "trail", TRAIL_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+    """Write Harbor tasks to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
+    write_tasks(folder, "trail", TRAIL_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTasks:
+    """Tasks that are generated for each run, training and held-out ones."""
+
+    write: WriteTasks
+
+    def check(self, settings: TasksConfig) -> None:
+        """Any settings can be generated."""
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        settings, folder = request.settings, request.folder
+        self.write(folder, num_train=settings.num_train, num_heldout=settings.num_heldout, seed=request.seed)
+        return SourceTasks(train=load_tasks(folder / "train"), heldout=load_tasks(folder / "heldout"))
+
+
+DEMO = GeneratedTasks(write_demo_tasks)
+TRAIL = GeneratedTasks(write_trail_tasks)

@@ -1,4 +1,4 @@
-"""Whose turn it is: tasks, or groups of recorded ones, in an order of the seed's."""
+"""The order of tasks, or of recorded groups, which the seed determines."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,12 +8,12 @@ from dockyard.config import RunConfig
 
 
 def num_steps(num_items: int, count: int, passes: int) -> int:
-    """How many steps so many passes take. No step goes beyond the end of a pass."""
+    """Return the number of steps of this many passes. No step crosses the end of a pass."""
     return passes * ceil(num_items / count)
 
 
 def with_steps(config: RunConfig, num_items: int) -> RunConfig:
-    """Passes over so many items as steps, where the settings count passes."""
+    """Set `steps` from the number of passes, if the settings count passes."""
     if not config.counts_passes:
         return config
     steps = num_steps(num_items, config.grpo.tasks_per_step, config.tasks.passes or 1)
@@ -23,9 +23,9 @@ def with_steps(config: RunConfig, num_items: int) -> RunConfig:
 def due[T](
     items: Sequence[T], step: int, count: int, seed: int, *, kind_of: Callable[[T], str], by_pass: bool = False
 ) -> list[T]:
-    """What a step attempts: each once before any again, in an order of the seed's, the kinds taking turns.
+    """Return the items of a step. Each occurs once per pass, in an order set by the seed, with alternating kinds.
 
-    With `by_pass` the last step of a pass takes what is left of it, instead of going on with the next.
+    With `by_pass` the last step of a pass takes the remaining items, instead of continuing with the next pass.
     """
     if by_pass:
         epoch, place = divmod(step, num_steps(len(items), count, 1))
@@ -37,7 +37,7 @@ def due[T](
 def spare[T](
     items: Sequence[T], step: int, count: int, seed: int, *, kind_of: Callable[[T], str], taken: Sequence[T]
 ) -> list[T]:
-    """What a step attempts in place of what teaches nothing, an order of its own: first what it has not `taken`."""
+    """Return replacements for groups without a training signal, first those that the step has not `taken`."""
     drawn: list[T] = []
     for epoch in range(ceil(count / len(items))):
         drawn += sorted(_shuffled(items, f"{seed}-spare-{step}", epoch, kind_of), key=lambda item: item in taken)

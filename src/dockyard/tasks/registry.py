@@ -1,6 +1,6 @@
-"""A dataset by its folder, or by its name in one of Harbor's registries, becomes tasks on this machine.
+"""Load tasks from a folder or from a dataset of one of Harbor's registries.
 
-What the hosted registry gave is kept under the dataset's name, so that the next run needs no network.
+Downloads from the hosted registry are kept under the dataset's name, so that the next run needs no network.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -10,15 +10,19 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dockyard.cache import cache_dir
+from dockyard.config import TasksConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks.sources import load_tasks, task_settings
+from dockyard.tasks.folder import load_tasks, task_settings
+from dockyard.tasks.sources import SourceRequest, SourceTasks
 from dockyard.tasks.split import Selection
 from dockyard.types import Task
 
@@ -28,21 +32,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REGISTRY_VARIABLE = "DOCKYARD_REGISTRY"
+DEFAULT_DATASET = "swebench-verified@1.0"
 _REACH_S = 5.0
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.:-]+)?")
 _INSTANCE = re.compile(r"(?P<owner>.+?)__(?P<name>.+)-\d+")
-"""As SWE-bench names them: `django__django-11099`."""
+"""SWE-bench's names, such as `django__django-11099`."""
 
 
 async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> list[Task]:
-    """The tasks in this folder, or of `name@version`: in this `registry.json`, among those kept, or in Harbor's own.
+    """Return the tasks of a folder, or of `name@version` from `registry.json`, the cache, or Harbor's registry.
 
-    Without `registry` the variable `DOCKYARD_REGISTRY` may name one.
+    Without `registry` the variable `DOCKYARD_REGISTRY` may name a file.
     """
     if isinstance(dataset, Path) or _is_folder(dataset):
-        return load_tasks(Path(dataset).expanduser())  # noqa: ASYNC240 - nothing else runs yet
+        return load_tasks(Path(dataset).expanduser())  # noqa: ASYNC240 - nothing else is running yet
     if not _NAME.fullmatch(dataset):
-        hint = "name a folder of tasks, or a dataset as `name@version`"
+        hint = "use the path of a folder of tasks, or a dataset as `name@version`"
         raise DockyardError(f"`{dataset}` is neither a folder nor the name of a dataset", hint=hint)
     file = registry or _registry_of_environment()
     if file:
@@ -52,7 +57,7 @@ async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> 
 
 
 def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Task]:
-    """The chosen ones, by what their `task.toml` says of repository and instance, else by their names."""
+    """Return the selected tasks, by repository and instance id in `task.toml`, or else by name."""
     about = {task.path: _metadata(task) for task in tasks}
 
     def id_of(task: Task) -> str:
@@ -68,12 +73,12 @@ def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Ta
 
 
 def kept_datasets() -> Path:
-    """One folder per `name@version`, with task folders or links to them; `DOCKYARD_CACHE` moves it."""
+    """Return the cache: a folder per `name@version` with task folders or links. `DOCKYARD_CACHE` moves it."""
     return cache_dir() / "datasets"
 
 
 def find_kept(dataset: str) -> Path | None:
-    """Where a dataset is kept. Of a name without version the newest that is kept is taken."""
+    """Return the cached folder of a dataset. Without a version, the newest cached one."""
     label = _label(dataset)
     exact = kept_datasets() / label
     if "@" in label or exact.is_dir():
@@ -84,12 +89,12 @@ def find_kept(dataset: str) -> Path | None:
     from harbor.registry.client.base import resolve_version
 
     newest = versions[resolve_version(list(versions))]
-    logger.info("`%s` is taken from `%s`", dataset, newest)
+    logger.info("using `%s` from `%s`", dataset, newest)
     return newest
 
 
 async def fetch_and_keep(dataset: str, client: "BaseRegistryClient") -> Path:
-    """Download a dataset and keep a copy: Harbor's own cache is by content, and `harbor cache clean` empties it."""
+    """Download a dataset and keep a copy. Harbor's own cache has no names, and `harbor cache clean` empties it."""
     from harbor.registry.client.base import EmptyDatasetError
 
     about = await client.get_dataset_metadata(dataset)
@@ -101,12 +106,12 @@ async def fetch_and_keep(dataset: str, client: "BaseRegistryClient") -> Path:
     with whole_folder(folder) as draft:
         for item in items:
             shutil.copytree(item.downloaded_path, draft / item.id.get_name().rpartition("/")[2])
-    logger.info("%d tasks of `%s` are kept in `%s`", len(items), dataset, folder)
+    logger.info("saved %d tasks of `%s` in `%s`", len(items), dataset, folder)
     return folder
 
 
 async def check_reach(url: str, timeout_s: float = _REACH_S) -> None:
-    """Fail at once where the client would try again for long. Behind a proxy only the client knows."""
+    """Fail early where the client would retry for a long time. Not checked behind a proxy."""
     parts = urlsplit(url)
     if parts.scheme in getproxies():
         return
@@ -132,20 +137,20 @@ def _label(dataset: str) -> str:
 async def _listed(dataset: str, registry: Path) -> list[Task]:
     try:
         folders = await _folders(dataset, registry)
-    except Exception as error:  # Harbor raises whatever its clients raise; the name and the registry are the user's
+    except Exception as error:  # Harbor's clients may raise anything; name and registry are user input
         raise DockyardError(
-            f"the dataset `{dataset}` could not be had from `{registry}`: {_reason(error)}",
-            hint="it lists datasets as `name`, `version`, `description` and `tasks`, each with `name` and `path`",
+            f"the dataset `{dataset}` could not be loaded from `{registry}`: {_reason(error)}",
+            hint="its entries need `name`, `version`, `description` and `tasks`, each task `name` and `path`",
         ) from error
     tasks = [task for folder in folders for task in _load_or_name(folder, dataset)]
     if not tasks:
-        hint = "name another dataset, or mend the paths in the `registry.json`"
-        raise DockyardError(f"the dataset `{dataset}` in `{registry}` has no tasks that are here", hint=hint)
+        hint = "use another dataset, or fix the paths in the `registry.json`"
+        raise DockyardError(f"the dataset `{dataset}` in `{registry}` has no tasks on this machine", hint=hint)
     return tasks
 
 
 async def _folders(dataset: str, registry: Path) -> list[Path]:
-    """Local ones as they are listed, others downloaded."""
+    """Return the listed folders if all tasks are local; otherwise download the dataset."""
     from harbor import LocalTaskId
     from harbor.registry.client.factory import RegistryClientFactory
 
@@ -158,16 +163,16 @@ async def _folders(dataset: str, registry: Path) -> list[Path]:
 
 
 def _place(path: Path, registry: Path) -> Path:
-    """Harbor takes relative paths from the current folder; a registry that lies beside its tasks works anywhere."""
+    """Resolve a path relative to the current folder, as Harbor does, or else to the registry's folder."""
     return path if path.exists() else registry.absolute().parent / path
 
 
 def _load_or_name(folder: Path, dataset: str) -> list[Task]:
-    """A task that is broken or gone costs itself alone."""
+    """Return no tasks, with a warning, if the task is broken or missing."""
     try:
         return load_tasks(folder)
     except DockyardError as error:
-        logger.warning("a task of `%s` is left out: %s", dataset, error.message)
+        logger.warning("skipped a task of `%s`: %s", dataset, error.message)
         return []
 
 
@@ -175,8 +180,8 @@ def _load_kept(folder: Path) -> list[Task]:
     dead = [path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists()]
     if dead:
         raise DockyardError(
-            f"`{dead[0]}` leads nowhere; {len(dead)} links of `{folder.name}` do",
-            hint=f"mend them, or remove `{folder}` to fetch the dataset anew",
+            f"`{dead[0]}` is a broken link ({len(dead)} in `{folder.name}`)",
+            hint=f"fix the links, or remove `{folder}` to download the dataset again",
         )
     return load_tasks(folder)
 
@@ -185,14 +190,14 @@ async def _hosted(dataset: str) -> list[Task]:
     from harbor.registry.client.harbor.config import HARBOR_SUPABASE_URL
 
     hint = (
-        f"name a folder of tasks, set {REGISTRY_VARIABLE} to a `registry.json` that lists local ones, "
+        f"use a folder of tasks, set {REGISTRY_VARIABLE} to a `registry.json` that lists local tasks, "
         f"or put task folders in `{kept_datasets() / _label(dataset)}`"
     )
     try:
         await check_reach(HARBOR_SUPABASE_URL)
-    except OSError as error:  # asyncio's timeout is one as well
+    except OSError as error:  # includes asyncio's timeout
         raise DockyardError(
-            f"the dataset `{dataset}` is not kept here and Harbor's registry cannot be reached: {_reason(error)}",
+            f"the dataset `{dataset}` is not in the cache, and Harbor's registry cannot be reached: {_reason(error)}",
             hint=hint,
         ) from error
     try:
@@ -201,12 +206,12 @@ async def _hosted(dataset: str) -> list[Task]:
         raise
     except Exception as error:  # as above
         raise DockyardError(
-            f"the dataset `{dataset}` could not be had from Harbor's registry: {_reason(error)}", hint=hint
+            f"the dataset `{dataset}` could not be loaded from Harbor's registry: {_reason(error)}", hint=hint
         ) from error
 
 
 def _hosted_client(dataset: str) -> "BaseRegistryClient":
-    """Harbor keeps datasets that belong to somebody, `org/name`, in another place."""
+    """Harbor serves datasets of organizations, `org/name`, by another client."""
     from harbor.registry.client.factory import RegistryClientFactory
     from harbor.registry.client.package import PackageDatasetClient
 
@@ -224,3 +229,34 @@ def _metadata(task: Task) -> dict[str, Any]:
 def _repo_in(name: str) -> str:
     match = _INSTANCE.fullmatch(name)
     return f"{match['owner']}/{match['name']}" if match else ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFolders:
+    """Tasks that exist as folders, of which the settings select some."""
+
+    find: Callable[[TasksConfig], list[Task]]
+    name_of: Callable[[TasksConfig], str]
+    """The name by which messages refer to them."""
+
+    def check(self, settings: TasksConfig) -> None:
+        self.find(settings)
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        where = self.name_of(request.settings)
+        chosen = select_tasks(self.find(request.settings), request.selection, where)
+        request.warn_if_fewer(len(chosen), where)
+        return SourceTasks(train=chosen)
+
+
+def _in_folder(settings: TasksConfig) -> list[Task]:
+    assert settings.train is not None  # load_run_config refuses the source `folder` without it
+    return load_tasks(settings.train)
+
+
+def _in_registry(settings: TasksConfig) -> list[Task]:
+    return asyncio.run(load_dataset(settings.dataset or DEFAULT_DATASET, registry=settings.registry))
+
+
+FOLDER = TaskFolders(_in_folder, lambda settings: str(settings.train))
+HARBOR = TaskFolders(_in_registry, lambda settings: settings.dataset or DEFAULT_DATASET)

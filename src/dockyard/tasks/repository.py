@@ -1,6 +1,6 @@
-"""Git repositories, read without a checkout: patches are tried in an index, and no file is touched.
+"""Read git repositories without a checkout. Patches are applied in a temporary index.
 
-A repository is a local checkout or bundle where there is one, and is fetched otherwise. The user's own is only read.
+A repository is a local checkout or bundle if there is one, and is fetched otherwise. Local ones are never changed.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HEAD = "refs/dockyard/head"
-"""What another repository's HEAD is called in ours."""
+"""The name of the original repository's HEAD in the working copy."""
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TIMEOUT_S = 1800.0  # the largest repositories take minutes to clone
 _NO_USER_SETTINGS = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_LITERAL_PATHSPECS": "1"}
@@ -24,57 +24,59 @@ _ALWAYS_THE_SAME = {
     for what, value in {"NAME": "c2bug", "EMAIL": "c2bug@localhost", "DATE": "2000-01-01T00:00:00Z"}.items()
 }
 _EMPTY_TAR = bytes(10240)
-# Archives hold the files as they are in the tree, whatever its `.gitattributes` leaves out or replaces.
+# Archives contain the files exactly as in the tree, regardless of its `.gitattributes`.
 _ATTRIBUTES = "* -export-ignore -export-subst -text -eol -ident -filter -working-tree-encoding\n"
 
 
 class GitError(Exception):
-    """What git says."""
+    """An error message of git."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A bare repository of our own, which may borrow the objects of another."""
+    """A temporary bare repository, which may use the objects of another one."""
 
     git_dir: Path
 
     def commit(self, name: str) -> str:
-        """The full id of a commit."""
+        """Return the full id of a commit."""
         return self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
 
     def tree(self, commit: str) -> str:
-        """The id of a commit's tree."""
+        """Return the id of a commit's tree."""
         return self._git("rev-parse", "--verify", f"{commit}^{{tree}}")
 
     def apply(self, tree: str, patch: str, *, reverse: bool = False) -> str:
-        """The tree that a patch makes of another."""
-        whole = patch if patch.endswith("\n") else f"{patch}\n"  # datasets lose the last one
+        """Return the tree after applying a patch."""
+        whole = patch if patch.endswith("\n") else f"{patch}\n"  # datasets often lack the last newline
         options = ["--whitespace=nowarn", *(["--reverse"] if reverse else [])]
         return self._in_index(tree, ["apply", "--cached", *options], whole.encode())
 
     def without(self, tree: str, paths: Sequence[str]) -> str:
-        """The tree without these files and folders."""
+        """Return the tree without these files and folders."""
         if not paths:
             return tree
         return self._in_index(tree, ["rm", "-r", "--cached", "--quiet", "--ignore-unmatch", "--", *paths])
 
     def paths(self, tree: str) -> list[str]:
-        """Every file in it."""
+        """Return the paths of all files in the tree."""
         return _split(self._git("ls-tree", "-r", "-z", "--name-only", "--full-tree", tree))
 
     def changed(self, old: str, new: str) -> list[str]:
-        """The files that differ."""
+        """Return the paths of the files that differ."""
         return _split(self._git("diff-tree", "-r", "-z", "--name-only", "--no-renames", old, new))
 
     def diff(self, old: str, new: str) -> str:
-        """The patch that makes one tree of the other."""
+        """Return the patch from the old tree to the new one."""
         return _text(self._run("diff-tree", "-r", "-p", "--binary", "--full-index", "--no-renames", old, new))
 
     def archive(self, tree: str, paths: Sequence[str] | None = None) -> bytes:
-        """A gzipped tar of the tree, or of these files and folders; the same bytes for the same tree."""
+        """Return a gzipped tar of the tree, or of these paths. The same tree gives the same bytes."""
         if paths is not None and not paths:
-            return gzip.compress(_EMPTY_TAR, mtime=0)  # without paths git would take everything
-        commit = self._git("commit-tree", tree, "-m", "archived")  # a mere tree would get the time of day
+            return gzip.compress(_EMPTY_TAR, mtime=0)  # without paths git would archive everything
+        commit = self._git(
+            "commit-tree", tree, "-m", "archived"
+        )  # the archive of a plain tree would contain the current time
         return self._run("archive", "--format=tar.gz", commit, *(["--", *paths] if paths else []))
 
     def _in_index(self, tree: str, command: Sequence[str], stdin: bytes = b"") -> str:
@@ -94,7 +96,7 @@ class Repository:
 
 @dataclass(slots=True)
 class Repositories:
-    """Finds repositories, and opens each once, in a working folder that the caller removes."""
+    """Finds repositories and opens each once, in a working folder that the caller removes."""
 
     work: Path
     local: Path | None = None
@@ -103,14 +105,14 @@ class Repositories:
     _broken: dict[str, str] = field(default_factory=dict[str, str])
 
     def find(self, repo: str, source: str | None = None) -> str:
-        """Where to read `owner/name` from: the row's own word, a local one, or the place where most are."""
+        """Return where to read `owner/name` from: the row's own source, a local repository, or GitHub."""
         named = source or (repo if _is_address(repo) else None)
         if named:
             return self._resolved(named)
         return str(self._in_folder(repo) or f"https://github.com/{repo}.git")
 
     def open(self, address: str, commit: str | None) -> Repository:
-        """A repository that has this commit; None stands for its HEAD, which `HEAD` names in ours."""
+        """Return a repository with this commit. None: its HEAD, which is named `HEAD` in the working copy."""
         if address in self._broken:
             raise GitError(self._broken[address])
         repository = self._open.get(address)
@@ -142,7 +144,7 @@ class Repositories:
 
 
 def run_git(args: Sequence[str], *, env: Mapping[str, str] | None = None, stdin: bytes = b"") -> bytes:
-    """What a git command prints. It never asks for a password."""
+    """Run a git command and return its output. It never asks for a password."""
     around = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or _is_of_user(name)}
     plain = {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8"}
     try:
@@ -159,7 +161,7 @@ def run_git(args: Sequence[str], *, env: Mapping[str, str] | None = None, stdin:
 
 
 def _is_of_user(name: str) -> bool:
-    """How to reach a server is the user's; which repository is meant is not."""
+    """Keep the user's variables for reaching servers, not those that select a repository."""
     return name.startswith(("GIT_SSH", "GIT_SSL", "GIT_ASKPASS", "GIT_PROXY", "GIT_CONFIG"))
 
 
@@ -179,9 +181,9 @@ def _new(git_dir: Path) -> Repository:
 
 
 def _provide(repository: Repository, address: str, commit: str | None) -> None:
-    """Make the commit readable. One that the repository does not have is for the caller to find out."""
+    """Fetch the commit if necessary. The caller must check whether it exists."""
     path = Path(address)
-    if _is_path(address) and os.path.isdir(path):  # unlike `Path`, it has an answer for names that cannot be
+    if _is_path(address) and os.path.isdir(path):  # unlike `Path.is_dir`, it accepts invalid names
         _borrow(repository, path)
     elif not _has(repository, commit):
         _fetch(repository, str(path.absolute()) if os.path.isfile(path) else address, commit)
@@ -198,7 +200,7 @@ def _borrow(repository: Repository, path: Path) -> None:
 
 
 def _fetch(repository: Repository, address: str, commit: str | None) -> None:
-    """One commit where the server gives it, else everything."""
+    """Fetch one commit if the server allows that, otherwise everything."""
     into = [f"--git-dir={repository.git_dir}", "fetch", "--quiet", "--no-tags"]
     if commit is None:
         run_git([*into, "--depth=1", "--", address, f"+HEAD:{HEAD}"])
@@ -207,11 +209,11 @@ def _fetch(repository: Repository, address: str, commit: str | None) -> None:
         try:
             run_git([*into, "--depth=1", "--", address, commit])
             return
-        except GitError:  # not every server gives a commit by its id
+        except GitError:  # not every server allows fetching a commit by its id
             pass
     run_git([*into, "--", address, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*"])
     if not _has(repository, commit):
-        with suppress(GitError):  # a bundle may hold nothing but HEAD, or none
+        with suppress(GitError):  # a bundle may contain only HEAD, or no HEAD
             run_git([*into, "--", address, f"+HEAD:{HEAD}"])
 
 
@@ -223,7 +225,7 @@ def _has(repository: Repository, commit: str | None) -> bool:
 
 
 def _reason(stderr: str) -> str:
-    """The lines that say what is wrong, without git's advice."""
+    """Return the error lines without git's hints."""
     lines = [line.removeprefix("fatal: ").removeprefix("error: ") for line in stderr.splitlines() if line.strip()]
     return "; ".join(line for line in lines if not line.startswith("hint:"))[:500]
 

@@ -1,7 +1,7 @@
 """Read dataset rows from JSONL, JSON and parquet files, or from a dataset on the Hugging Face Hub.
 
-Columns are found by name, by a common alias, or as `--map ours=theirs` says; they are never guessed. Rows that cannot
-be read are reported with file and line, and the others are still read.
+Columns are found by name, by a common alias, or by `--map ours=theirs`; they are never guessed. Rows that cannot be
+read are reported with file and line, and the others are still read.
 """
 
 import ast
@@ -25,23 +25,23 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """One row, and where it stands."""
+    """One row and its position."""
 
     where: str
     """The file."""
     number: int
-    """From 1; of a JSONL file the line."""
+    """From 1; the line in a JSONL file."""
     values: dict[str, Any]
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """The position for messages."""
         return f"`{self.where}` row {self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a dataset held."""
+    """The contents of a dataset."""
 
     source: str
     rows: list[DatasetRow] = field(default_factory=list[DatasetRow])
@@ -50,12 +50,12 @@ class Rows:
 
     @property
     def columns(self) -> list[str]:
-        """Every column of any row, in the order in which they appear."""
+        """The columns of all rows, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
 
 
 def read_rows(source: str, *, split: str | None = None) -> Rows:
-    """The rows of a file, of the files in a folder, or of a dataset of the Hub; `split` takes the files named so."""
+    """Read a file, the files of a folder, or a dataset of the Hub. `split` selects files by name."""
     path = Path(source).expanduser()
     if path.is_file():
         return _read_file(source, path, split)
@@ -68,7 +68,7 @@ def read_rows(source: str, *, split: str | None = None) -> Rows:
 
 
 def read_list(text: str) -> list[Any] | None:
-    """A list that is written as JSON, or as Python and so pandas writes it; None for any other text."""
+    """Parse a list in the form of JSON or of Python, which pandas writes. Return None for any other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -77,7 +77,7 @@ def read_list(text: str) -> list[Any] | None:
 
 
 def _python_list(text: str) -> Any:
-    """Only what Python itself would write: `['a' 'b']`, an array of numpy's, would be read as one word."""
+    """Accept only what Python itself writes: numpy's `['a' 'b']` would be read as one word."""
     try:
         value = ast.literal_eval(text)
         return value if repr(value) == text else None
@@ -87,9 +87,9 @@ def _python_list(text: str) -> Any:
 
 def _read_file(source: str, file: Path, split: str | None) -> Rows:
     if split is not None:
-        raise UsageError(f"`{source}` is one file and has no split `{split}`", hint="leave out `--split`")
+        raise UsageError(f"`{source}` is a single file and has no split `{split}`", hint="remove `--split`")
     if file.suffix not in SUFFIXES:
-        raise UsageError(f"`{source}` is not a file of rows", hint=f"one ends in {', '.join(SUFFIXES)}")
+        raise UsageError(f"`{source}` is not a file of rows", hint=f"supported files end in {', '.join(SUFFIXES)}")
     found = Rows(source)
     _read_into(found, file, source)
     return _not_empty(found)
@@ -99,12 +99,14 @@ def _files_of(source: str, folder: Path) -> list[Path]:
     inside = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.name not in _ABOUT_THE_DATA)
     files = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
     if not files:
-        raise DockyardError(f"`{source}` holds no rows", hint=f"give a folder with files in {', '.join(SUFFIXES)}")
+        raise DockyardError(
+            f"`{source}` has no rows", hint=f"use a folder with files that end in {', '.join(SUFFIXES)}"
+        )
     return files
 
 
 def _in_split(source: str, folder: Path, files: list[Path], split: str | None) -> list[Path]:
-    """As the Hub names them: `test.jsonl`, `data/test-00000-of-00001.parquet`, `test/rows.parquet`."""
+    """Match the Hub's names: `test.jsonl`, `data/test-00000-of-00001.parquet`, `test/rows.parquet`."""
     if split is None:
         return files
     named = re.compile(rf"(?:^|.*[-_.]){re.escape(split)}(?:[-_.].*|$)")
@@ -124,7 +126,7 @@ def _not_empty(found: Rows) -> Rows:
 
 
 def _read_into(found: Rows, file: Path, where: str) -> None:
-    """A file that cannot be read as a whole keeps the rows that were read before."""
+    """Read a file. Rows before an error are kept."""
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {".parquet": _parquet, ".jsonl": _lines, ".json": _json}
     number = 0
     try:
@@ -135,20 +137,20 @@ def _read_into(found: Rows, file: Path, where: str) -> None:
                 found.skipped.append(Skipped(where=f"`{where}` row {number}", why=value.why))
             elif value is not None:
                 found.skipped.append(Skipped(where=f"`{where}` row {number}", why="is not an object of columns"))
-    except (OSError, ValueError) as error:  # pyarrow's errors are both
-        reason = (str(error).splitlines() or ["no reason given"])[0]
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from both
+        reason = (str(error).splitlines() or ["no error message"])[0]
         found.skipped.append(Skipped(where=f"`{where}` after row {number}", why=f"cannot be read: {reason}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """A line that holds no value."""
+    """A line that cannot be parsed."""
 
     why: str
 
 
 def _lines(file: Path) -> Iterator[Any]:
-    """None for a blank line: the lines keep their numbers."""
+    """Yield None for a blank line, so that line numbers stay correct."""
     with file.open("rb") as lines:
         for line in lines:
             yield _value(line) if line.strip() else None
@@ -162,7 +164,7 @@ def _value(line: bytes) -> Any:
 
 
 def _json(file: Path) -> Iterator[Any]:
-    """One list of rows, or one row after the other as in JSONL."""
+    """Read one list of rows, or one row per line as in JSONL."""
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
@@ -182,9 +184,9 @@ def _parquet(file: Path) -> Iterator[Any]:
 def choose_rows(
     rows: Sequence[DatasetRow], columns: Mapping[str, str], selection: Selection, written: WrittenTasks, where: str
 ) -> list[DatasetRow]:
-    """Those that are asked for, however many: the limit counts tasks, and many of these may be bad.
+    """Return the selected rows without applying the limit, which counts written tasks.
 
-    Ids that are not there are named, and are an error only where no other is asked for.
+    Missing ids are recorded as skipped; they are an error only if all ids are missing.
     """
 
     def id_of(row: DatasetRow) -> str:
@@ -199,9 +201,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_dataset(name: str, suffixes: Sequence[str]) -> Path:
-    """The folder with the dataset's files of these kinds."""
+    """Return the folder with the dataset's files that have these suffixes."""
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(tuple(suffixes)):
-        hint = "name a file, a folder of such files, or a dataset of the Hub as `owner/name`"
+        hint = "use the path of a file or folder, or a dataset of the Hub as `owner/name`"
         raise UsageError(f"there is no dataset `{name}`", hint=hint)
     logger.info("looking for the dataset %s on the Hub", name)
     return _fetched(name, [f"*{suffix}" for suffix in suffixes])
@@ -212,25 +214,34 @@ def _fetched(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    reach = "check the network, or give a local file of the dataset"
+    reach = "check the network, or use a local file of the dataset"
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
     except HFValidationError:
-        message, hint = f"`{name}` is neither here nor a name of the Hub", "check the dataset's name or path"
+        message, hint = (
+            f"`{name}` is neither a local path nor a valid name on the Hub",
+            "check the dataset's name or path",
+        )
     except GatedRepoError:
-        message, hint = f"the dataset `{name}` needs its terms accepted", "accept them on the Hub, then `hf auth login`"
+        message, hint = (
+            f"the terms of the dataset `{name}` have not been accepted",
+            "accept them on the Hub, then `hf auth login`",
+        )
     except RepositoryNotFoundError:
-        message, hint = f"there is no dataset `{name}` here or on the Hub", "check the name, or `hf auth login`"
+        message, hint = (
+            f"the dataset `{name}` does not exist locally or on the Hub",
+            "check the name, or `hf auth login`",
+        )
     except (OSError, HTTPError) as error:  # the Hub's own errors are OSErrors
         if cached := _cached(name, patterns):
             return cached
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        message, hint = f"the dataset `{name}` is not here and the Hub cannot be reached: {reason}", reach
+        reason = (str(error).splitlines() or ["no error message"])[0]
+        message, hint = f"the dataset `{name}` is not in the cache, and the Hub cannot be reached: {reason}", reach
     raise DockyardError(message, hint=hint)
 
 
 def _cached(name: str, patterns: list[str]) -> Path | None:
-    """Behind a proxy that refuses, the Hub's client does not look there by itself."""
+    """Look in the cache, which the Hub's client does not do if a proxy refuses the connection."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -242,20 +253,20 @@ def _cached(name: str, patterns: list[str]) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column we read."""
+    """A column that Dockyard reads."""
 
     name: str
     about: str
-    """What it holds, for people."""
+    """A description of its contents."""
     aliases: tuple[str, ...] = ()
-    """What other datasets call it."""
+    """Names in other datasets."""
     needed: bool = True
 
 
 def match_columns(
     columns: Sequence[Column], found: Collection[str], mapping: Mapping[str, str], where: str
 ) -> dict[str, str]:
-    """Our names to theirs, for the columns that are there. Two candidates for one column are an error."""
+    """Map Dockyard's names to the dataset's. Two candidates for one column are an error."""
     _check_mapping(columns, found, mapping, where)
     matched: dict[str, str] = {}
     for column in columns:
@@ -263,8 +274,8 @@ def match_columns(
         if len(theirs) > 1:
             names = " and ".join(f"`{name}`" for name in theirs)
             raise UsageError(
-                f"`{where}` has {names}: either may be `{column.name}` ({column.about})",
-                hint=f"say which: `--map {column.name}={theirs[0]}`",
+                f"`{where}` has {names}, and both may be `{column.name}` ({column.about})",
+                hint=f"choose one, for example with `--map {column.name}={theirs[0]}`",
             )
         if theirs:
             matched[column.name] = theirs[0]
@@ -275,14 +286,16 @@ def match_columns(
 
 
 def parse_mapping(words: Sequence[str]) -> dict[str, str]:
-    """`ours=theirs`, each as `--map` takes it."""
+    """Parse the arguments of `--map`, each `ours=theirs`."""
     mapping: dict[str, str] = {}
     for word in words:
         ours, is_pair, theirs = word.partition("=")
         if not is_pair or not ours or not theirs:
             raise UsageError(f"`--map {word}` is not `ours=theirs`", hint="for example `--map bug_patch=patch`")
         if mapping.get(ours, theirs) != theirs:
-            raise UsageError(f"`--map` gives `{ours}` twice: `{mapping[ours]}` and `{theirs}`", hint="leave one out")
+            raise UsageError(
+                f"`--map` gives `{ours}` twice: `{mapping[ours]}` and `{theirs}`", hint="remove one of them"
+            )
         mapping[ours] = theirs
     return mapping
 
@@ -290,14 +303,14 @@ def parse_mapping(words: Sequence[str]) -> dict[str, str]:
 def unknown_layout(
     columns: Sequence[Column], found: Collection[str], missing: Sequence[Column], where: str
 ) -> UsageError:
-    """What was found, what is needed, and how to say which is which."""
+    """Return an error that lists the found and the needed columns, with an example of `--map`."""
     lacks = ", ".join(f"`{column.name}`" for column in missing)
     there = ", ".join(f"`{name}`" for name in found) or "none"
     needed = "; ".join(_described(column) for column in columns if column.needed or column in missing)
     theirs = difflib.get_close_matches(missing[0].name, list(found), 1, cutoff=0.0) or ["THEIRS"]
     return UsageError(
         f"`{where}` has no column {lacks}\ncolumns found: {there}\ncolumns needed: {needed}",
-        hint=f"say which column it is, for example `--map {missing[0].name}={theirs[0]}`",
+        hint=f"name the column, for example with `--map {missing[0].name}={theirs[0]}`",
     )
 
 
@@ -307,7 +320,7 @@ def _described(column: Column) -> str:
 
 
 def _candidates(column: Column, found: Collection[str], mapping: Mapping[str, str]) -> list[str]:
-    """Our own name wins over aliases; a column that was mapped to another name of ours is no longer free."""
+    """Dockyard's name takes precedence over aliases. Columns that are mapped explicitly are excluded."""
     taken = set(mapping.values())
     free = [name for name in (column.name, *column.aliases) if name in found and name not in taken]
     return free[:1] if column.name in free else free
@@ -318,8 +331,10 @@ def _check_mapping(columns: Sequence[Column], found: Collection[str], mapping: M
     for name, theirs in mapping.items():
         if name not in ours:
             near = difflib.get_close_matches(name, ours, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"ours are {', '.join(f'`{each}`' for each in ours)}"
-            raise UsageError(f"`--map {name}={theirs}`: `{name}` is not a column of ours", hint=hint)
+            hint = (
+                f"did you mean `{near[0]}`?" if near else f"known columns are {', '.join(f'`{each}`' for each in ours)}"
+            )
+            raise UsageError(f"`--map {name}={theirs}`: `{name}` is not a known column", hint=hint)
         if theirs not in found:
             there = ", ".join(f"`{each}`" for each in found)
             raise UsageError(f"`--map {name}={theirs}`: `{where}` has no column `{theirs}`", hint=f"it has {there}")

@@ -1,122 +1,124 @@
-"""Where tasks come from: folders in Harbor's format, registries, rows of datasets, or the demo's generator."""
+"""The sources of tasks, by the name that `tasks.source` has in a run file.
 
-import tomllib
+A source is an object with the methods of `TaskOpener`. A new one is a module and a line in `SOURCES`.
+"""
+
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol
 
+from dockyard.config import TasksConfig
 from dockyard.errors import DockyardError
+from dockyard.run_dir.durable import whole_folder
+from dockyard.tasks.folder import WrittenTasks, load_tasks
+from dockyard.tasks.split import Selection
 from dockyard.types import Task
 
-_HARBORS_TIMEOUT_S = 600.0  # of builds and verifiers, where a task names none
-_NEEDED = ("task.toml", "instruction.md", "tests/test.sh")
-_LAYOUT = "a Harbor task has `task.toml`, `instruction.md` and `tests/test.sh`"
-_MEND = "mend it, then try again"
-_SHOWN = 5
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokenTask:
-    """A folder that should be a task and is not."""
+class SourceRequest:
+    """What a source needs to open the tasks of a run."""
 
-    path: Path
-    problems: tuple[str, ...]
-    """Each names the file."""
-    hint: str
+    settings: TasksConfig
+    seed: int
+    folder: Path
+    """Where a source writes the tasks that it makes. It belongs to the run."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """What a folder of tasks holds."""
-
-    tasks: list[Task]
-    broken: list[BrokenTask]
-
-
-def load_tasks(folder: Path) -> list[Task]:
-    """The task in this folder, or the tasks in its sub-folders. Broken ones are an error that names them all."""
-    found = survey_tasks(folder)
-    if found.broken:
-        problems = [problem for task in found.broken for problem in task.problems]
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise DockyardError("; ".join(problems[:_SHOWN]) + more, hint=found.broken[0].hint)
-    return found.tasks
-
-
-def survey_tasks(folder: Path) -> Survey:
-    """The tasks that can be read, and those that cannot. A folder without any of either is an error."""
-    if not folder.is_dir():
-        raise DockyardError(f"`{folder}` is not a folder of tasks", hint="`dockyard tasks demo DIR` writes some")
-    inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    paths = [folder] if (folder / "task.toml").exists() else inside
-    if not paths:
-        raise DockyardError(f"`{folder}` holds no tasks", hint="`dockyard tasks demo DIR` writes some")
-    found = [_read_or_say_why(path) for path in paths]
-    return Survey(
-        tasks=[item for item in found if isinstance(item, Task)],
-        broken=[item for item in found if isinstance(item, BrokenTask)],
-    )
-
-
-def task_settings(path: Path) -> dict[str, Any]:
-    """What the `task.toml` in this folder says."""
-    file = path / "task.toml"
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DockyardError(f"`{file}` is not valid TOML: {error}", hint=_MEND) from None
-    except OSError as error:
-        raise DockyardError(f"`{file}` cannot be read: {error.strerror}", hint=_MEND) from None
-
-
-def _read_or_say_why(path: Path) -> Task | BrokenTask:
-    try:
-        missing = tuple(f"`{path}` has no `{name}`" for name in _needed(path) if not (path / name).is_file())
-        return BrokenTask(path=path, problems=missing, hint=_LAYOUT) if missing else _read(path)
-    except DockyardError as error:
-        return BrokenTask(path=path, problems=(error.message,), hint=error.hint)
-
-
-def _needed(path: Path) -> list[str]:
-    """A task of several steps has an instruction for each, and tests for each or for all."""
-    if not (path / "task.toml").is_file():
-        return list(_NEEDED)
-    steps = [f"steps/{name}" for name in _step_names(path)]
-    if not steps:
-        return list(_NEEDED)
-    shared = (path / "tests/test.sh").is_file()
-    return [f"{step}/{name}" for step in steps for name in _NEEDED[1:] if not (shared and name == "tests/test.sh")]
-
-
-def _step_names(path: Path) -> list[str]:
-    steps = task_settings(path).get("steps", [])
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in cast(list[Any], steps)):
-        raise DockyardError(f"`steps` in `{path / 'task.toml'}` is `{steps}`, not a list of tables", hint=_MEND)
-    return [str(step.get("name")) for step in cast(list[dict[str, Any]], steps)]
-
-
-def _read(path: Path) -> Task:
-    return Task(
-        name=path.name,
-        path=path,
-        kind=str(_table(path, "metadata").get("kind", "")),
-        agent_timeout_s=_seconds(path, "agent", "timeout_sec"),
-        build_timeout_s=_seconds(path, "environment", "build_timeout_sec") or _HARBORS_TIMEOUT_S,
-        verifier_timeout_s=_seconds(path, "verifier", "timeout_sec") or _HARBORS_TIMEOUT_S,
-    )
-
-
-def _table(path: Path, name: str) -> dict[str, Any]:
-    value = task_settings(path).get(name, {})
-    if not isinstance(value, dict):
-        raise DockyardError(f"`{name}` in `{path / 'task.toml'}` is `{value}`, not a table", hint=_MEND)
-    return cast(dict[str, Any], value)
-
-
-def _seconds(path: Path, table: str, name: str) -> float | None:
-    value = _table(path, table).get(name)
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise DockyardError(
-            f"`{table}.{name}` in `{path / 'task.toml'}` is `{value}`, not a number of seconds", hint=_MEND
+    @property
+    def selection(self) -> Selection:
+        """The tasks that the settings choose. Without a limit they keep their order."""
+        settings = self.settings
+        return Selection(
+            repos=(settings.repo,) if settings.repo else (),
+            ids=settings.ids,
+            limit=settings.limit,
+            seed=self.seed if settings.limit else None,
         )
-    return value
+
+    def warn_if_fewer(self, num_found: int, where: str) -> None:
+        """Log a warning when there are fewer tasks than `tasks.limit` asks for."""
+        if self.settings.limit and num_found < self.settings.limit:
+            logger.warning("%d tasks were asked for; `%s` has %d", self.settings.limit, where, num_found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTasks:
+    """The tasks that a source provides."""
+
+    train: list[Task]
+    heldout: list[Task] | None = None
+    """None: the source does not hold out tasks itself. `tasks.heldout` and `tasks.heldout_share` decide."""
+
+
+class TaskOpener(Protocol):
+    """A source of tasks."""
+
+    def check(self, settings: TasksConfig) -> None:
+        """Raise an error if the source cannot be opened. Called before the run's folder is created."""
+        ...
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        """Return the tasks, which may be downloaded or written first. A resumed run gets the same ones."""
+        ...
+
+
+SOURCES = {
+    "folder": "dockyard.tasks.registry:FOLDER",
+    "harbor": "dockyard.tasks.registry:HARBOR",
+    "demo": "dockyard.tasks.generated:DEMO",
+    "trail": "dockyard.tasks.generated:TRAIL",
+    "swebench": "dockyard.tasks.swebench:SOURCE",
+    "c2bug": "dockyard.tasks.c2bug:SOURCE",
+    "recorded": "dockyard.tasks.sources:RECORDED",
+}
+"""Name -> `module:name` of the object that opens the source. The module is imported when the source is used."""
+
+
+def find_source(name: str) -> TaskOpener:
+    """Return the source with this name."""
+    module, _, attribute = SOURCES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRows:
+    """Tasks that are written from the rows of a dataset, once per run."""
+
+    write: Callable[[Path, SourceRequest], WrittenTasks]
+
+    def check(self, settings: TasksConfig) -> None:
+        """Rows are checked when they are written."""
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        folder = request.folder / request.settings.source
+        if not folder.is_dir():
+            with whole_folder(folder) as draft:
+                self._write(draft, request)
+        return SourceTasks(train=load_tasks(folder))
+
+    def _write(self, folder: Path, request: SourceRequest) -> None:
+        written = self.write(folder, request)
+        if not written.names:
+            raise DockyardError(written.table(), hint="`dockyard tasks check` and the rows named above say more")
+        for row in written.skipped:
+            logger.warning("%s: %s", row.where, row.why)
+        request.warn_if_fewer(len(written.names), request.settings.dataset or request.settings.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """No tasks to attempt: the run trains on recorded rollouts."""
+
+    def check(self, settings: TasksConfig) -> None:
+        """The recording is read by the trainer."""
+
+    def open(self, request: SourceRequest) -> SourceTasks:
+        return SourceTasks(train=[])
+
+
+RECORDED = Recorded()

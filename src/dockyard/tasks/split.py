@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import write_atomically
 from dockyard.tasks.duplicates import duplicate_classes
-from dockyard.tasks.sources import task_settings
+from dockyard.tasks.folder import task_settings
 from dockyard.types import Task
 
 
 class Split(BaseModel):
-    """Names of tasks, with what they were drawn by."""
+    """Names of training and held-out tasks, with the parameters of the draw."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,10 +33,10 @@ class Split(BaseModel):
 
 
 def split_tasks(tasks: Sequence[Task], *, heldout_share: float, seed: int) -> Split:
-    """Hold out about this share of the tasks: at least one if any, and never all."""
+    """Hold out about this share of the tasks: at least one if the share is not 0, and never all."""
     if not 0 <= heldout_share < 1:
         hint = "a share of 0.1 holds out every tenth task"
-        raise DockyardError(f"`heldout_share` is {heldout_share}, not a number from 0 and below 1", hint=hint)
+        raise DockyardError(f"`heldout_share` is {heldout_share}, which must be at least 0 and below 1", hint=hint)
     _refuse_same_names(tasks)
     classes = duplicate_classes(sorted(tasks, key=lambda task: task.name))
     drawn = {task.name for members in _draw(classes, heldout_share, seed) for task in members}
@@ -50,19 +50,19 @@ def split_tasks(tasks: Sequence[Task], *, heldout_share: float, seed: int) -> Sp
 
 
 def write_split(file: Path, split: Split) -> None:
-    """As JSON, for `read_split`."""
+    """Write the split as JSON."""
     write_atomically(file, split.model_dump_json(indent=2).encode() + b"\n")
 
 
 def read_split(file: Path) -> Split:
-    """What `write_split` wrote."""
-    hint = "begin another run, which draws its own"
+    """Read a split that `write_split` wrote."""
+    hint = "start another run, which draws a new split"
     try:
         return Split.model_validate_json(file.read_bytes())
     except OSError as error:
         raise DockyardError(f"`{file}` cannot be read: {error.strerror}", hint=hint) from error
     except ValidationError as error:
-        raise DockyardError(f"`{file}` is no split of tasks: {error.errors()[0]['msg']}", hint=hint) from error
+        raise DockyardError(f"`{file}` is not a split of tasks: {error.errors()[0]['msg']}", hint=hint) from error
 
 
 def _refuse_same_names(tasks: Sequence[Task]) -> None:
@@ -73,7 +73,7 @@ def _refuse_same_names(tasks: Sequence[Task]) -> None:
 
 
 def _draw(classes: list[list[Task]], share: float, seed: int) -> list[list[Task]]:
-    """Every so-many-th of the classes, once they are sorted by stratum and, within, at random."""
+    """Sort the classes by stratum, at random within each, and take classes at equal distances."""
     count = _count(len(classes), share)
     strata = {members[0].name: _stratum(members[0]) for members in classes}
     line = sorted(
@@ -81,7 +81,7 @@ def _draw(classes: list[list[Task]], share: float, seed: int) -> list[list[Task]
         key=lambda members: (_random(seed, strata[members[0].name]), _random(seed, f"task {members[0].name}")),
     )
     start = _random(seed, "start") % max(len(line), 1)
-    # Whole numbers only, so that no machine rounds otherwise: exactly `count` places see the quotient rise.
+    # Integers only, so that rounding cannot differ between machines: the quotient increases at exactly `count` places.
     places = [start + index * count for index in range(len(line))]
     return [
         members
@@ -94,7 +94,7 @@ def _count(num_classes: int, share: float) -> int:
     if share == 0:
         return 0
     if num_classes < 2:
-        hint = "add tasks, or name held-out ones by `--tasks.heldout DIR`"
+        hint = "add tasks, or set `--tasks.heldout DIR`"
         raise DockyardError(f"{num_classes} different tasks cannot be split", hint=hint)
     return min(max(round(num_classes * share), 1), num_classes - 1)
 
@@ -113,30 +113,30 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Takes everything unless told otherwise."""
+    """Which tasks or rows to use. The default selects all."""
 
     repos: tuple[str, ...] = ()
-    """As `owner/name`. Empty: any."""
+    """Repositories as `owner/name`. Empty: any."""
     ids: tuple[str, ...] = ()
-    """Of instances. Empty: any."""
+    """Instance ids. Empty: any."""
     limit: int | None = None
-    """At most so many. None: all."""
+    """Maximum number. None: all."""
     seed: int | None = None
-    """Of the order in which the limit takes them. None keeps the order they come in."""
+    """Seed of the order to which the limit is applied. None: the original order."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise UsageError(f"the limit is {self.limit}, not a whole number from 1", hint="leave it out to take all")
+            raise UsageError(f"the limit is {self.limit}; it must be at least 1", hint="remove it to use all")
 
     def known(self, there: Collection[str]) -> tuple[Self, tuple[str, ...]]:
-        """The same without ids that are not there, and those; as it is where none of them is."""
+        """Return a selection without the missing ids, and these ids. If all are missing, the selection is unchanged."""
         found = tuple(name for name in self.ids if name in there)
         return (replace(self, ids=found), tuple(set(self.ids) - set(found))) if found else (self, ())
 
     def apply[T](
         self, items: Sequence[T], *, id_of: Callable[[T], str], repo_of: Callable[[T], str], where: str
     ) -> list[T]:
-        """The chosen ones. A repository or an id that `where` does not have is an error that names what is near."""
+        """Return the selected items. A repository or id that `where` lacks is an error that suggests a similar name."""
         self._check("repository", self.repos, {repo_of(item) for item in items}, where)
         self._check("id", self.ids, {id_of(item) for item in items}, where)
         chosen = [
@@ -145,7 +145,7 @@ class Selection:
             if (not self.repos or repo_of(item) in self.repos) and (not self.ids or id_of(item) in self.ids)
         ]
         if not chosen:
-            raise UsageError(f"nothing of `{where}` is chosen", hint="`--repo` and `--id` must hold together")
+            raise UsageError(f"nothing in `{where}` is selected", hint="no item matches both `--repo` and `--id`")
         if self.seed is not None:
             random.Random(self.seed).shuffle(chosen)
         return chosen[: self.limit]
@@ -157,6 +157,6 @@ class Selection:
         near = [match for name in missing for match in difflib.get_close_matches(name, there, 1)]
         shown = sorted(there)[:_SHOWN]
         more = f" and {len(there) - len(shown)} more" if len(there) > len(shown) else ""
-        hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(f'`{name}`' for name in shown)}{more}"
+        hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(f'`{name}`' for name in shown)}{more}"
         names = ", ".join(f"`{name}`" for name in missing)
         raise UsageError(f"`{where}` has no {what} {names}", hint=hint)

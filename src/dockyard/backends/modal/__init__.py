@@ -1,1 +1,1 @@
-"""Modal: a GPU for the policy alone, with loop and rollouts on the caller's machine, or for the whole run."""
+"""Run on Modal: only the policy, with loop and rollouts on the caller's machine, or the whole run."""

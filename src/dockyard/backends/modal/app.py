@@ -1,6 +1,6 @@
-"""What runs on Modal: one function that serves a run's policy, and one that is a whole run.
+"""The functions that run on Modal: one serves the policy of a run, the other is a whole run.
 
-Imported on both sides. Our source is laid over an image that has what the lock file says.
+Imported on both sides. The image has the packages of the lock file, and Dockyard's source is added to it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import modal
 from dockyard.backends.modal.whole_run import train_in
 
 MOUNT = Path(os.environ.get("DOCKYARD_MODAL_MOUNT", "/dockyard"))
-"""Where functions find the volume."""
+"""Where the volume is mounted."""
 VOLUME = "dockyard"
 GPU = "H100"
 DAY_S = 24 * 3600
@@ -22,19 +22,19 @@ SOURCE = Path(__file__).parents[3]
 _ENVIRONMENT = {
     "PYTHONPATH": "/root/src",
     "DOCKYARD_CACHE": str(MOUNT / "cache"),
-    "HF_HOME": str(MOUNT / "hf"),  # models are fetched once
+    "HF_HOME": str(MOUNT / "hf"),  # models are downloaded once
     "HARBOR_TELEMETRY": "off",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
 
 def with_source(image: modal.Image) -> modal.Image:
-    """This image with our source in it."""
+    """Return the image with Dockyard's source added."""
     return image.env(_ENVIRONMENT).add_local_dir(SOURCE, "/root/src", ignore=["**/__pycache__"])
 
 
 def locked_image(extras: list[str]) -> modal.Image:
-    """The versions of our lock file. Over there the image is what it is."""
+    """Return an image with the versions of the lock file. On Modal it exists already."""
     slim = modal.Image.debian_slim(python_version="3.12")
     if not modal.is_local():
         return slim
@@ -50,14 +50,14 @@ _image = locked_image(["demo", "modal", "daytona", "qlora"])
     image=_image, gpu=GPU, volumes={str(MOUNT): volume}, timeout=DAY_S, single_use_containers=True, memory=32768
 )
 def serve_policy(token: str, board: modal.Dict) -> None:
-    """Serve one run's policy, and tell where on the board. Ends when nobody asks for it any more."""
+    """Serve the policy of one run and put its URL on the board. Ends after `IDLE_S` without calls."""
     from dockyard.backends.modal.policy import keep_policy  # needs torch
 
     with socket.create_server(("0.0.0.0", 0)) as listener, modal.forward(listener.getsockname()[1]) as tunnel:
         board.put("url", tunnel.url)
         try:
             asyncio.run(keep_policy(listener, token, idle_s=IDLE_S))
-        except OSError as error:  # which to the caller would be one of its own network
+        except OSError as error:  # the caller would take it for an error of its own network
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
@@ -71,7 +71,7 @@ def serve_policy(token: str, board: modal.Dict) -> None:
     retries=modal.Retries(max_retries=10, initial_delay=1.0, backoff_coefficient=1.0),
 )
 def train_there(words: list[str], name: str, resume: bool) -> int:
-    """`dockyard train` in the volume; the exit code. Begun again, it resumes."""
+    """Run `dockyard train` in the volume and return its exit code. A retry resumes the run."""
     code = train_in(MOUNT / "runs" / name, words, modal.forward, resume=resume)
     volume.commit()
     return code

@@ -1,4 +1,4 @@
-"""From the caller's side: a run here whose policy is on Modal, and a run that is there as a whole."""
+"""The caller's side: train here with the policy on Modal, or start a whole run there."""
 
 import asyncio
 import hashlib
@@ -20,11 +20,11 @@ from dockyard.trainer.run import run_training
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 1800.0  # for a GPU to be free, and the model to be loaded
-_MOST_FALSE_STARTS = 3
+_START_TIMEOUT_S = 1800.0  # until a GPU is free and the model is loaded
+_MAX_FAILED_STARTS = 3
 _PATHS = ("model.name", "tasks.train", "tasks.heldout", "tasks.dataset", "tasks.registry", "tasks.repositories")
-"""Settings that may name something on the caller's machine."""
-_OUT_OF_REACH = (
+"""Settings that may be paths on the caller's machine."""
+_UNREACHABLE = (
     modal.exception.ConnectionError,
     modal.exception.ServiceError,
     modal.exception.InternalError,
@@ -32,17 +32,19 @@ _OUT_OF_REACH = (
     StreamTerminatedError,
     OSError,
 )
-"""What says nothing of a function: Modal itself, or the network, does not answer."""
+"""Errors of Modal itself or of the network, which say nothing about the function."""
 
 
 def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_names: Sequence[str]) -> None:
-    """`run_training` with loop, gateway and rollouts here, and the policy on Modal."""
+    """Run the loop, the gateway and the rollouts here, with the policy on Modal."""
     if config.engine.type != "transformers":
-        message = f"`engine.type` is `{config.engine.type}`, but on Modal the policy has an engine of its own"
+        message = f"`engine.type` is `{config.engine.type}`, but a policy on Modal has its own engine"
         raise UsageError(message, hint="`--engine.type transformers`, or `dockyard train` without Modal")
     if config.trainer.keep_best:
-        message = "`trainer.keep_best` needs every version's adapter here, and a policy on Modal sends its checkpoints"
-        raise UsageError(message, hint="`--env modal` runs all of it there; or leave it out")
+        message = (
+            "`trainer.keep_best` needs every version's adapter here, but a policy on Modal sends only its checkpoints"
+        )
+        raise UsageError(message, hint="remove it, or use `--env modal` to run everything there")
     with modal.Dict.ephemeral() as board:
         call = PolicyCall(serve_policy.with_options(gpu=gpu, secrets=_named(secret_names)), board)
         model = sent(config.model.name)
@@ -50,28 +52,30 @@ def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_name
             run_training(
                 config,
                 run_dir=run_dir,
-                elsewhere=lambda run: open_relayed(run, call.find, call.token, model=model, patience_s=_PATIENCE_S),
+                elsewhere=lambda run: open_relayed(
+                    run, call.find, call.token, model=model, patience_s=_START_TIMEOUT_S
+                ),
             )
         finally:
             call.end()
 
 
 def train_over_there(words: Sequence[str], name: str, *, resume: bool, gpu: str, secret_names: Sequence[str]) -> int:
-    """A whole run on Modal under this name; its exit code. `words` are arguments of `dockyard train`."""
+    """Run everything on Modal under this name and return the exit code. `words` are arguments of `dockyard train`."""
     function = train_there.with_options(gpu=gpu, secrets=_named(secret_names))
     code = function.spawn([with_sent(word) for word in words], name, resume).get()
-    logger.info("the run is in the volume: `modal volume get %s runs/%s runs/`", VOLUME, name)
+    logger.info("the run is in the volume; download it with `modal volume get %s runs/%s runs/`", VOLUME, name)
     return code
 
 
 def with_sent(word: str) -> str:
-    """An argument as it is to be written over there."""
+    """Return the argument with a local path replaced by its copy on Modal."""
     name, equals, value = word.partition("=")
     return f"{name}={sent(value)}" if equals and name.removeprefix("--") in _PATHS else word
 
 
 def sent(value: str) -> str:
-    """What this machine has under this name is copied to the volume; its place there. Other names stay."""
+    """Copy a local file or folder to the volume and return its path there. Return other names unchanged."""
     path = Path(value).expanduser()
     if not path.exists():
         return value
@@ -85,7 +89,7 @@ def sent(value: str) -> str:
 
 
 class PolicyCall:
-    """The function call that serves a run's policy: begun when it is looked for, and again whenever it has ended."""
+    """The function call that serves the policy of a run. `find` starts it, and restarts it when it has ended."""
 
     def __init__(self, function: modal.Function[..., Any, Any], board: modal.Dict) -> None:
         self.token = secrets.token_urlsafe(32)
@@ -93,23 +97,23 @@ class PolicyCall:
         self._board = board
         self._call: modal.FunctionCall[Any] | None = None
         self._url: str | None = None
-        self._false_starts = 0
+        self._failed_starts = 0
 
     async def find(self) -> str | None:
-        """Where the policy is, or was last heard of; None while it starts."""
+        """Return the last known URL of the policy; None while it starts."""
         try:
             self._url = await asyncio.to_thread(self._find)
-        except _OUT_OF_REACH as error:
+        except _UNREACHABLE as error:
             logger.info("Modal does not answer: %s", error)
         return self._url
 
     def end(self) -> None:
-        """Give the GPU back."""
+        """Stop the function, which releases its GPU."""
         try:
             if self._call:
                 self._call.cancel(terminate_containers=True)
-        except _OUT_OF_REACH as error:
-            logger.warning("Modal does not answer, the policy's function ends by itself: %s", error)
+        except _UNREACHABLE as error:
+            logger.warning("Modal does not answer; the policy's function will end by itself when idle: %s", error)
 
     def _find(self) -> str | None:
         if self._call is None or self._has_ended(self._call):
@@ -122,19 +126,19 @@ class PolicyCall:
             call.get(timeout=0)
         except TimeoutError:
             return False
-        except _OUT_OF_REACH:
+        except _UNREACHABLE:
             raise
-        except Exception as error:  # whatever ended it, Modal raises it here; the next call may go better
+        except Exception as error:  # Modal raises here whatever ended it; the next call may succeed
             logger.warning("the policy's function ended: %s: %s", type(error).__name__, error)
-            self._count_false_start(error)
+            self._count_failed_start(error)
         return True
 
-    def _count_false_start(self, error: Exception) -> None:
-        self._false_starts = 0 if self._board.get("url") else self._false_starts + 1
-        if self._false_starts >= _MOST_FALSE_STARTS:
+    def _count_failed_start(self, error: Exception) -> None:
+        self._failed_starts = 0 if self._board.get("url") else self._failed_starts + 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
             raise DockyardError(
-                f"the policy's function ended {_MOST_FALSE_STARTS} times before it could be asked anything: {error}",
-                hint="`modal app logs dockyard` says more",
+                f"the policy's function ended {_MAX_FAILED_STARTS} times before it was ready: {error}",
+                hint="see `modal app logs dockyard`",
             ) from error
 
 

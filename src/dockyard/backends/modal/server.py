@@ -1,4 +1,4 @@
-"""vLLM with our gateway in front, in one container: every dialect, tool calls, and a LoRA adapter if there is one."""
+"""vLLM behind Dockyard's gateway in one container: every dialect, tool calls, and optionally a LoRA adapter."""
 
 import os
 import shlex
@@ -17,15 +17,15 @@ from dockyard.errors import DockyardError
 KEY_VARIABLE = "DOCKYARD_API_KEY"
 _SERVE = (sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "serve")
 _DEFAULT_RANK = 64
-_PATIENCE_S = 1800.0
+_START_TIMEOUT_S = 1800.0
 _PAUSE_S = 0.5
 
 
 def serve_both(model: str, port: int, adapter: Path | None) -> None:
-    """Serve until one of the two ends, which is an error."""
+    """Serve until vLLM or the gateway exits, which raises an error."""
     if not os.environ.get(KEY_VARIABLE):
         hint = f"`modal secret create dockyard-server {KEY_VARIABLE}=...`, then deploy again"
-        raise DockyardError(f"`{KEY_VARIABLE}` is not set: whoever finds the server could use it", hint=hint)
+        raise DockyardError(f"`{KEY_VARIABLE}` is not set: anybody who finds the server could use it", hint=hint)
     engine_port = _free_port()
     vllm = start_vllm(model, engine_port, adapter_rank(adapter) if adapter else _DEFAULT_RANK)
     both = [vllm]
@@ -40,11 +40,11 @@ def serve_both(model: str, port: int, adapter: Path | None) -> None:
         for process in both:
             process.kill()
             process.wait()
-    raise DockyardError("the server ended", hint="its last lines say why")
+    raise DockyardError("the server ended", hint="the last lines of its output say why")
 
 
 def start_vllm(model: str, port: int, rank: int) -> subprocess.Popen[bytes]:
-    """As training needs it, reached by the gateway alone."""
+    """Start vLLM with the options that training uses, reachable by the gateway only."""
     setting, *command = shlex.split(VLLMWire().command(model, rank))
     name, _, value = setting.partition("=")
     here = ["--host", "127.0.0.1", "--port", str(port)]
@@ -52,14 +52,14 @@ def start_vllm(model: str, port: int, rank: int) -> subprocess.Popen[bytes]:
 
 
 def _wait_for(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         try:
             with urlopen(url, timeout=10):
                 return
         except (URLError, OSError):
             time.sleep(_PAUSE_S)
-    raise DockyardError(f"vLLM does not answer at `{url}`", hint="its last lines say why")
+    raise DockyardError(f"vLLM does not answer at `{url}`", hint="the last lines of its output say why")
 
 
 def _free_port() -> int:

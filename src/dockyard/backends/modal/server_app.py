@@ -1,7 +1,7 @@
-"""`serve_both` as a web server on Modal. What it serves is read from the environment when it is deployed."""
+"""`serve_both` as a web server on Modal. Environment variables at deployment time choose what it serves."""
 
 # pyright: reportUnknownMemberType=false
-# Modal leaves some of its own types open.
+# Some of Modal's own types are incomplete.
 
 import logging
 import os
@@ -28,7 +28,7 @@ volume = modal.Volume.from_name(VOLUME, create_if_missing=True)
 
 
 def _image() -> modal.Image:
-    """vLLM has an environment of its own: it wants another torch than our lock file."""
+    """Install vLLM in a separate environment, because it needs another torch than the lock file."""
     base = modal.Image.from_registry("nvidia/cuda:12.8.1-devel-ubuntu22.04", add_python="3.12")
     if not modal.is_local():
         return base
@@ -52,7 +52,7 @@ def _image() -> modal.Image:
 @modal.concurrent(max_inputs=256)
 @modal.web_server(_PORT, startup_timeout=1800)
 def serve() -> None:
-    """Begin, and let Modal wait for the port."""
+    """Start the server. Modal waits for the port."""
     adapter = os.environ.get(ADAPTER)
     arguments = (os.environ.get(MODEL, DEFAULT_MODEL), MOUNT / adapter if adapter else None)
     threading.Thread(target=_serve_or_end, args=arguments).start()
@@ -61,6 +61,6 @@ def serve() -> None:
 def _serve_or_end(model: str, adapter: Path | None) -> None:
     try:
         serve_both(model, _PORT, adapter)
-    except Exception:  # whatever it is, a container that serves nothing is to be replaced
+    except Exception:  # a container that serves nothing must be replaced, whatever the reason
         logger.exception("the server ended")
     os._exit(1)

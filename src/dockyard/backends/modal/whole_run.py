@@ -1,6 +1,6 @@
 """A whole run on a machine that may be preempted: `dockyard train` in a persistent folder, resumed if it exists.
 
-A TCP proxy leads from the public port of a Modal tunnel to a loopback port.
+A TCP proxy forwards the public port of a Modal tunnel to a loopback port.
 """
 
 import socket
@@ -19,14 +19,14 @@ from dockyard.rollout.environments import LOCAL
 from dockyard.run_dir.run import read_purpose, resumed_config, settings_file
 from dockyard.settings.load import load_run_config
 
-_AT_ONCE = 2**16
+_CHUNK_BYTES = 2**16
 
 
 @contextmanager
-def passage(target: int) -> Generator[int]:
-    """The open port; what comes there goes to `target`."""
+def tcp_proxy(target: int) -> Generator[int]:
+    """Open a public port that is forwarded to the loopback port `target`; yield the public port."""
 
-    class Carry(socketserver.BaseRequestHandler):
+    class Forwarder(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", target)) as inside:
                 back = threading.Thread(target=_copy, args=(inside, self.request), daemon=True)
@@ -34,7 +34,7 @@ def passage(target: int) -> Generator[int]:
                 _copy(self.request, inside)
                 back.join()
 
-    with _Server(("0.0.0.0", 0), Carry) as server:
+    with _Server(("0.0.0.0", 0), Forwarder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server.server_address[1]
@@ -49,7 +49,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
     with suppress(OSError):
-        while data := source.recv(_AT_ONCE):
+        while data := source.recv(_CHUNK_BYTES):
             sink.sendall(data)
     with suppress(OSError):
         sink.shutdown(socket.SHUT_WR)
@@ -59,7 +59,7 @@ _DOCKYARD = (sys.executable, "-c", "import sys; from dockyard.cli import main; s
 
 
 class Tunnel(Protocol):
-    """A port of this machine as the world sees it."""
+    """A port of this machine with a public URL."""
 
     @property
     def url(self) -> str: ...
@@ -69,37 +69,37 @@ type Forward = Callable[[int], AbstractContextManager[Tunnel]]
 
 
 def train_in(folder: Path, words: Sequence[str], forward: Forward, *, resume: bool) -> int:
-    """Train with these arguments in this folder; the exit code. A process that was killed raises: Modal tries again."""
+    """Train in this folder and return the exit code. Raise if the process was killed, so that Modal retries."""
     if settings_file(folder).is_file() and not resume:
-        words, resume = (), True  # an earlier try has begun the run
+        words, resume = (), True  # an earlier attempt has started the run
     was = read_purpose(folder)
     where = f"--resume={folder}" if resume else f"--run_dir={folder}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with way_back(_calls_from_afar(folder, words, resume), forward) as way:
-        command = [*_DOCKYARD, was.verb if was else "train", *words, where, *way]
+    with gateway_settings(_has_remote_agents(folder, words, resume), forward) as settings:
+        command = [*_DOCKYARD, was.verb if was else "train", *words, where, *settings]
         code = subprocess.run(command, check=False).returncode
     if code < 0:
         raise RuntimeError(f"training was ended by signal {-code}")
     return code
 
 
-def _calls_from_afar(folder: Path, words: Sequence[str], resume: bool) -> bool:
-    """Whether agents will call the gateway from other sandboxes."""
+def _has_remote_agents(folder: Path, words: Sequence[str], resume: bool) -> bool:
+    """Whether agents call the gateway from remote environments."""
     settings = [word for word in words if "=" in word]
     try:
         config = resumed_config(folder, settings) if resume else load_run_config(None, settings)
-    except DockyardError:  # which the command is about to say itself
+    except DockyardError:  # the command will report it
         return False
     return config.environment.type not in LOCAL and runs_inside(config.agent)
 
 
 @contextmanager
-def way_back(needed: bool, forward: Forward) -> Generator[list[str]]:
-    """Settings by which agents reach the gateway from there."""
+def gateway_settings(needed: bool, forward: Forward) -> Generator[list[str]]:
+    """Yield the settings with which remote agents reach the gateway."""
     if not needed:
         yield []
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    with passage(port) as door, forward(door) as tunnel:
+    with tcp_proxy(port) as public_port, forward(public_port) as tunnel:
         yield [f"--gateway.port={port}", f"--gateway.public_url={tunnel.url}"]

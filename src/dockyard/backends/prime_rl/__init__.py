@@ -1,1 +1,1 @@
-"""Prime-RL owns the loop: its settings from a run file, and the rollouts it asks for as a plug-in of verifiers."""
+"""Run on Prime-RL: translate a run file into its settings, and provide rollouts as a verifiers plug-in."""

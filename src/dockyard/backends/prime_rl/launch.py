@@ -1,4 +1,4 @@
-"""`dockyard backend prime-rl`: write Prime-RL's settings from a run file, and start its `rl` on them.
+"""`dockyard backend prime-rl`: write Prime-RL's settings for a run file and start its command `rl`.
 
 `rl` starts further programs by name, so their folder must be on the PATH.
 """
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.backends.launch import BackendLaunch, Support
-from dockyard.backends.prime_rl.setting_support import fate
+from dockyard.backends.prime_rl.setting_support import support
 from dockyard.backends.prime_rl.toml import CONTEXT_LENGTH, PLUGIN, RUN, rl_settings
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import backend_dir
 from dockyard.settings.text import toml_document
 
-_INSTALL = "`docs/guides/prime-rl.md` says how Prime-RL and this package are installed together"
+_INSTALL = "see `docs/guides/prime-rl.md` for how to install Prime-RL and Dockyard together"
 _IMPORT_TIMEOUT_S = 300
 
 
 def find_rl(checkout: Path | None) -> Path | None:
-    """In the checkout's environment; without one on the PATH, beside this Python, or in `./prime-rl`."""
+    """Find `rl` in the checkout's environment; without a checkout on the PATH, beside Python, or in `./prime-rl`."""
     if checkout:
         return checkout / ".venv" / "bin" / "rl"
     on_path = shutil.which("rl")
@@ -34,12 +34,12 @@ def find_rl(checkout: Path | None) -> Path | None:
 
 
 def environment_of(rl: Path | None) -> Mapping[str, str]:
-    """What `rl` needs to find the others."""
+    """Return a PATH on which `rl` finds the other programs of Prime-RL."""
     return {"PATH": f"{rl.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"} if rl else {}
 
 
 def check_installed(rl: Path | None) -> None:
-    """It is there, and its Python has our plug-in, without which it cannot even read its settings."""
+    """Raise an error if `rl` is missing or its Python cannot import the plug-in, without which it reads no settings."""
     if rl is None or not rl.is_file():
         where = f"`{rl}` does not exist" if rl else "there is no `rl` on the PATH, nor in `./prime-rl/.venv`"
         raise DockyardError(f"Prime-RL is not installed: {where}", hint=_INSTALL)
@@ -55,16 +55,16 @@ def check_installed(rl: Path | None) -> None:
     except OSError as error:
         raise DockyardError(f"`{python}` cannot be started: {error.strerror}", hint=_INSTALL) from None
     except subprocess.TimeoutExpired:
-        return  # a slow disk; `rl` itself has the time
+        return  # the disk is slow; `rl` itself has no time limit
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no error message"])[-1]
         raise DockyardError(f"`{python}` cannot import the plug-in `{PLUGIN}`: {said}", hint=_INSTALL)
 
 
 FILE = "rl.toml"
 _DIFFERENCES = (
-    "Prime-RL's advantages are rewards less their group's mean, undivided, and its loss is a mean over tokens",
-    "Prime-RL clips by a rule of its own, and its KL term is against the weights that sampled, not the base model",
+    "Prime-RL's advantages are rewards minus their group's mean, without division; its loss is a mean over tokens",
+    "Prime-RL has its own clipping rule, and its KL term is against the weights that sampled, not the base model",
 )
 
 
@@ -74,8 +74,8 @@ class PrimeRL:
 
     name: str = "prime-rl"
 
-    def fate(self, key: str, config: RunConfig) -> Support:
-        return fate(key, config)
+    def support(self, key: str, config: RunConfig) -> Support:
+        return support(key, config)
 
     def check(self, config: RunConfig) -> None:
         check_installed(find_rl(config.prime_rl.checkout))
@@ -83,7 +83,7 @@ class PrimeRL:
     def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
         _refuse_contradictions(config)
         outputs = backend_dir(folder)
-        values = _left_behind(outputs / RUN) | rl_settings(config, folder, outputs)
+        values = _resume_or_clean(outputs / RUN) | rl_settings(config, folder, outputs)
         rl = find_rl(config.prime_rl.checkout)
         return BackendLaunch(
             command=(str(rl or "rl"), "@", str(outputs / FILE)),
@@ -99,7 +99,7 @@ BACKEND = PrimeRL()
 def _refuse_contradictions(config: RunConfig) -> None:
     if not config.steps and not config.counts_passes:
         raise UsageError(
-            "`steps` is 0, and Prime-RL would never end", hint="`dockyard eval` evaluates without training"
+            "`steps` is 0, which Prime-RL takes as no limit", hint="`dockyard eval` evaluates without training"
         )
     if config.rollout.concurrency < config.grpo.group_size:
         raise UsageError(
@@ -109,14 +109,14 @@ def _refuse_contradictions(config: RunConfig) -> None:
         )
     if config.prime_rl.num_infer_gpus % config.prime_rl.tensor_parallel:
         raise UsageError(
-            f"`prime_rl.num_infer_gpus` is {config.prime_rl.num_infer_gpus}, no multiple of "
+            f"`prime_rl.num_infer_gpus` is {config.prime_rl.num_infer_gpus}, which is not a multiple of "
             f"`prime_rl.tensor_parallel`, {config.prime_rl.tensor_parallel}",
-            hint="each copy of the model takes `tensor_parallel` GPUs",
+            hint="each replica of the model uses `tensor_parallel` GPUs",
         )
 
 
-def _left_behind(run: Path) -> dict[str, object]:
-    """Prime-RL refuses a folder it has used: it goes on from the last checkpoint there, or begins again without one."""
+def _resume_or_clean(run: Path) -> dict[str, object]:
+    """Prime-RL refuses a used folder unless it is to resume from the last checkpoint there, or to start over."""
     if any((run / "checkpoints").glob("step_*")):
         return {"resume": {}}
     return {"clean": True} if run.exists() else {}
@@ -126,16 +126,16 @@ def _notes(config: RunConfig) -> list[str]:
     gpus = config.prime_rl.num_train_gpus + config.prime_rl.num_infer_gpus
     trainer = config.trainer
     notes = [
-        f"{gpus} GPUs: {config.prime_rl.num_train_gpus} learn, {config.prime_rl.num_infer_gpus} sample",
+        f"{gpus} GPUs: {config.prime_rl.num_train_gpus} for training, {config.prime_rl.num_infer_gpus} for inference",
         f"LoRA of rank {trainer.lora_r} and alpha {trainer.lora_alpha}, AdamW at {trainer.lr:g}; "
-        f"{config.grpo.tasks_per_step} tasks of {config.grpo.group_size} rollouts a step",
+        f"{config.grpo.tasks_per_step} tasks with {config.grpo.group_size} rollouts each per step",
     ]
     if not config.engine.context_length:
-        notes.append(f"`engine.context_length` is not set: sequences end at {CONTEXT_LENGTH} tokens")
+        notes.append(f"`engine.context_length` is not set: sequences are limited to {CONTEXT_LENGTH} tokens")
     if not config.rollout.max_staleness:
-        notes.append("`rollout.max_staleness` is 0: rollouts that new weights overtake are dropped and begun again")
+        notes.append("`rollout.max_staleness` is 0: rollouts still running when new weights arrive are restarted")
     if config.counts_passes:
-        notes.append("every step is whole: where a pass ends within one, tasks of the next pass fill it")
+        notes.append("every step is full: where a pass ends within a step, tasks of the next pass fill it")
     if config.tasks.holds_out:
-        notes.append("the last evaluation is of the weights before the last step: Prime-RL never serves the final ones")
+        notes.append("the last evaluation uses the weights before the last step: Prime-RL never serves the final ones")
     return notes

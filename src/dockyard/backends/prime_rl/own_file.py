@@ -1,4 +1,4 @@
-"""A file that is Prime-RL's already: checked, and launched as it is, or in today's form if it has an older one."""
+"""Check and launch a settings file of Prime-RL. A file in an older form is translated first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from dockyard.errors import UsageError
 from dockyard.run_dir.durable import disk_errors
 from dockyard.settings.load import read_toml
 from dockyard.settings.text import toml_document
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
-    """What will be launched."""
+    """The file to launch."""
 
     file: Path
-    """Today's form; written if `text` is set."""
+    """The file in the current form. It is written first if `text` is set."""
     text: str | None
     environments: tuple[str, ...]
     """The types of environment that its rollouts run in."""
@@ -33,18 +33,18 @@ class OwnFile:
                 self.file.write_text(self.text)
 
     def launch(self, rl: Path | None, words: Sequence[str]) -> BackendLaunch:
-        """`words` are options of Prime-RL's own."""
+        """Return the command. `words` are options that are passed to Prime-RL."""
         command = (str(rl or "rl"), "@", str(self.file), *words)
         return BackendLaunch(command=command, environment=environment_of(rl), notes=self.notes)
 
 
 def read_own_file(file: Path) -> OwnFile:
-    """Refused if its tasks are not there: Prime-RL would find out only after it has loaded the model."""
+    """Read the file. Missing tasks are an error here, because Prime-RL would notice only after loading the model."""
     translation = translate(read_toml(file))
     sources = [*_sources(translation.values, "train"), *_sources(translation.values, "eval")]
     if not _sources(translation.values, "train"):
-        hint = "`[[orchestrator.train.source]]` names what to train on, as in `configs/harbor_8b.toml`"
-        raise UsageError(f"`{file}` names nothing to train on", hint=hint)
+        hint = "add `[[orchestrator.train.source]]`, as in `configs/harbor_8b.toml`"
+        raise UsageError(f"`{file}` has no source to train on", hint=hint)
     for source in sources:
         _check_tasks(source, file)
     harnesses = [_inner(source, "env", "agent", "harness") for source in sources]
@@ -52,7 +52,7 @@ def read_own_file(file: Path) -> OwnFile:
     if not translation.notes:
         return OwnFile(file, None, environments, ())
     new = file.with_suffix(".translated.toml")
-    head = f"`{file}` is in an older form of Prime-RL's; `{new}` is the same in today's:"
+    head = f"`{file}` has the form of an older Prime-RL; `{new}` is its translation:"
     notes = (head, *(f"  {note}" for note in translation.notes))
     return OwnFile(new, toml_document(translation.values), environments, notes)
 
@@ -63,7 +63,7 @@ def _check_tasks(source: Table, file: Path) -> None:
         return
     folder = taskset.get("tasks_dir")
     if not isinstance(folder, str):
-        raise UsageError(f"`tasks_dir` of a taskset in `{file}` is not set", hint="it names a folder of Harbor tasks")
+        raise UsageError(f"`tasks_dir` of a taskset in `{file}` is not set", hint="set it to a folder of Harbor tasks")
     load_tasks(Path(folder))
 
 

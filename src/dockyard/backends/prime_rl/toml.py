@@ -1,4 +1,4 @@
-"""A run's settings as Prime-RL's: every key that a setting of the run decides. The rest is left to its defaults."""
+"""Translate a run's settings into Prime-RL's. Keys that no setting of the run decides keep Prime-RL's defaults."""
 
 # pyright: reportMissingTypeStubs=false
 
@@ -13,17 +13,17 @@ type Table = dict[str, Any]
 
 PLUGIN = "harbor_env"
 RUN = "prime-rl"
-"""Prime-RL's own folder, in the backend's."""
+"""Prime-RL's own folder inside the backend's folder."""
 CONTEXT_LENGTH = 32768
-"""Where the run names none. Prime-RL would take 2048, and cut what is longer."""
+"""Used when the run sets none. Prime-RL's default is 2048, and it truncates longer sequences."""
 
 
 _ENVIRONMENT = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-"""Read by Harbor and what it imports: no telemetry, no price list fetched on import."""
+"""Variables read by Harbor and its dependencies: no telemetry, no price list downloaded on import."""
 
 
 def rl_settings(config: RunConfig, folder: Path, outputs: Path) -> Table:
-    """For a run in `folder`, whose checkpoints and logs go to `outputs`."""
+    """Return the settings for a run in `folder` whose checkpoints and logs are written to `outputs`."""
     values: Table = {
         "max_steps": config.steps,
         "seq_len": config.engine.context_length or CONTEXT_LENGTH,
@@ -65,9 +65,9 @@ def _trainer(config: TrainerConfig, steps: int) -> Table:
 
 
 def _scheduler(config: TrainerConfig, steps: int) -> Table:
-    rise = min(config.warmup_steps, steps)
-    fall = steps - rise if config.schedule == "linear" else 0
-    return {"type": "linear", "warmup_steps": rise, "decay_steps": fall} if rise or fall else {"type": "constant"}
+    warmup = min(config.warmup_steps, steps)
+    decay = steps - warmup if config.schedule == "linear" else 0
+    return {"type": "linear", "warmup_steps": warmup, "decay_steps": decay} if warmup or decay else {"type": "constant"}
 
 
 def _orchestrator(config: RunConfig, folder: Path) -> Table:
@@ -90,7 +90,7 @@ def _orchestrator(config: RunConfig, folder: Path) -> Table:
 
 
 def _evaluation(config: RunConfig, folder: Path) -> Table:
-    """Before the first step and at the last, as `dockyard train` has it."""
+    """Evaluate before the first step and at the last one, as `dockyard train` does."""
     return {
         "interval": config.eval.every or config.steps,
         "group_size": config.eval.samples,
@@ -103,7 +103,7 @@ def _evaluation(config: RunConfig, folder: Path) -> Table:
 
 
 def _source(config: RunConfig, folder: Path, split: str) -> Table:
-    """The plug-in reads the rest, the agent and its environment among it, from the run's folder."""
+    """The plug-in reads everything else, such as the agent and its environment, from the run's folder."""
     return {
         "name": split,
         "serve": {"pool": {"type": "static", "num_workers": config.prime_rl.num_workers}},
@@ -119,22 +119,22 @@ def _source(config: RunConfig, folder: Path, split: str) -> Table:
 
 
 def _renderer(config: RunConfig) -> Table:
-    from renderers.base import MODEL_RENDERER_MAP  # brings the OpenAI client along
+    from renderers.base import MODEL_RENDERER_MAP  # imports the OpenAI client
 
     if "name" in config.prime_rl.renderer:
         return config.prime_rl.renderer
     model = config.model.name
     if model not in MODEL_RENDERER_MAP:
         raise UsageError(
-            f"Prime-RL does not know how to render prompts for `{model}`, which `model.name` is",
-            hint="`--prime_rl.renderer.name qwen3` for a Qwen3 of yours; for a model whose tool calls look like Qwen's "
-            '`--prime_rl.renderer \'{name = "default", tool_parser = "qwen3"}\'` goes by its chat template',
+            f"Prime-RL has no renderer for `model.name` = `{model}`",
+            hint="for a fine-tuned Qwen3 use `--prime_rl.renderer.name qwen3`; to use the model's chat template, with "
+            'tool calls as in Qwen3, `--prime_rl.renderer \'{name = "default", tool_parser = "qwen3"}\'`',
         )
     return {"name": MODEL_RENDERER_MAP[model]}
 
 
 def _with_options(values: Table, options: Table, path: tuple[str, ...]) -> Table:
-    """What the user adds for Prime-RL alone. It may say nothing that a setting of the run decides."""
+    """Merge the options that the user sets for Prime-RL only. They may not set keys that the run's settings decide."""
     merged = dict(values)
     for name, value in options.items():
         place = (*path, name)
@@ -143,11 +143,11 @@ def _with_options(values: Table, options: Table, path: tuple[str, ...]) -> Table
         elif isinstance(values[name], dict) and isinstance(value, dict):
             merged[name] = _with_options(values[name], cast(Table, value), place)
         else:
-            raise _taken(".".join(place), values[name])
+            raise _already_set(".".join(place), values[name])
     return merged
 
 
-def _taken(key: str, value: Any) -> UsageError:
+def _already_set(key: str, value: Any) -> UsageError:
     ours = setting_of(key)
-    hint = f"write `{ours}`" if ours else "remove it"
-    return UsageError(f"`prime_rl.options.{key}` is `{value}` by other settings of the run", hint=hint)
+    hint = f"set `{ours}` instead" if ours else "remove it"
+    return UsageError(f"`prime_rl.options.{key}` is already set to `{value}` by another setting of the run", hint=hint)

@@ -1,6 +1,6 @@
-"""Prime-RL's settings as its releases before 0.8 wrote them, in today's form. It refuses the old one key by key.
+"""Translate settings of Prime-RL releases before 0.8 into its current form, which rejects the old keys one by one.
 
-What the tables below do not name stays as it is, for Prime-RL to judge.
+Keys that the tables below do not name are passed on unchanged; Prime-RL validates them.
 """
 
 from collections.abc import Mapping
@@ -34,51 +34,51 @@ MOVED = {
     "inference.seed": "inference.vllm.seed",
     "inference.vllm_extra": "inference.vllm",
 }
-"""Old key -> today's, in this order: a later line may go on from an earlier one."""
+"""Old key -> current key. Applied in this order: a later line may move the result of an earlier one."""
 _OVERLAP = "rollouts and training always overlap by one step; `orchestrator.max_off_policy_steps` bounds the rest"
-_FILTERS = "what is left out of a batch is `curriculum` of a source today"
+_FILTERS = "filters are now the `curriculum` of a source"
 GONE = {
     "max_async_level": _OVERLAP,
     "orchestrator.max_async_level": _OVERLAP,
     "orchestrator.strict_async_level": _OVERLAP,
     "trainer.max_async_level": _OVERLAP,
-    "orchestrator.trajectory_strategy": "sequences are one as long as a history only grows",
-    "orchestrator.use_token_client": "rollouts always are in tokens",
+    "orchestrator.trajectory_strategy": "a rollout is one sequence as long as its history only grows",
+    "orchestrator.use_token_client": "rollouts always use token ids",
     "orchestrator.oversampling_factor": "the number of rollouts at once adapts to the engine",
-    "orchestrator.seed": "tasks come in the order of their source",
+    "orchestrator.seed": "tasks keep the order of their source",
     "orchestrator.buffer": _FILTERS,
     "orchestrator.filters": _FILTERS,
-    "inference.parallel": "the sizes are vLLM's own arguments",
+    "inference.parallel": "the sizes are arguments of vLLM",
 }
 _LATEST = -1
-"""The step that was the last one there is, which an empty table says today."""
+"""The old value for the latest step, which is now an empty table."""
 _OF_TASKSET = ("tasks_dir",)
 _OF_HARNESS = ("environment_type", "max_turns", "agent")
-_OF_NOBODY = {
-    "vllm_base_url": "Prime-RL says where its engine is",
-    "model_name": "Prime-RL says what its model is called",
+_REMOVED = {
+    "vllm_base_url": "Prime-RL passes the address of its engine",
+    "model_name": "Prime-RL passes the name of its model",
 }
 
 
 @dataclass(slots=True)
 class Translation:
-    """Today's settings, filled step by step, and what was done to get there."""
+    """Settings in the current form, and a note for each change."""
 
     values: Table
     notes: list[str] = field(default_factory=list[str])
 
 
 def translate(values: Mapping[str, Any]) -> Translation:
-    """Settings that are today's already come back as they are, without a note."""
+    """Return the settings in the current form. Current settings are returned unchanged, without notes."""
     result = Translation(_copy(values))
     for old, new in MOVED.items():
         found = _take(result.values, old)
         if found is not None:
             _put(result, new, found, old)
-            result.notes.append(f"`{old}` is `{new}`")
+            result.notes.append(f"`{old}` is now `{new}`")
     for old, why in GONE.items():
-        if _take(result.values, old) not in (None, {}):  # an empty table is what moving has left
-            result.notes.append(f"`{old}` is gone: {why}")
+        if _take(result.values, old) not in (None, {}):  # moving keys leaves empty tables behind
+            result.notes.append(f"`{old}` was removed: {why}")
     for old, new in (("orchestrator.env", _TRAIN), (f"{_TRAIN}.env", _TRAIN), (f"{_EVAL}.env", _EVAL)):
         _move_sources(result, old, new)
     if result.values.get("resume") == {"step": _LATEST}:
@@ -93,7 +93,7 @@ def _move_sources(result: Translation, old: str, new: str) -> None:
     tables: list[Any] = cast(list[Any], entries) if isinstance(entries, list) else [None]
     if not all(isinstance(table, dict) for table in tables):
         raise UsageError(f"`{old}` is `{entries}`, not a list of tables", hint=f"write `[[{old}]]`")
-    result.notes.append(f"`[[{old}]]` is `[[{new}.source]]`")
+    result.notes.append(f"`[[{old}]]` is now `[[{new}.source]]`")
     _put(result, f"{new}.source", [_source(result, table) for table in tables], old)
 
 
@@ -102,7 +102,7 @@ def _source(result: Translation, entry: Table) -> Table:
     plugin = str(entry.pop("id", "")).partition("@")[0].rpartition("/")[2].replace("-", "_")
     arguments = entry.pop("args", {})
     if not isinstance(arguments, dict):
-        raise UsageError(f"`args` of `{plugin}` is `{arguments}`, no table", hint="write `args = {name = value}`")
+        raise UsageError(f"`args` of `{plugin}` is `{arguments}`, not a table", hint="write `args = {name = value}`")
     arguments = cast(Table, arguments)
     workers, address = entry.pop("num_workers", None), entry.pop("address", None)
     pool = {"pool": {"type": "static", "num_workers": workers}} if isinstance(workers, int) else {}
@@ -116,24 +116,24 @@ def _source(result: Translation, entry: Table) -> Table:
         env: Table = {"taskset": entry.pop("taskset", None) or {"id": plugin, **arguments}}
         env |= {"agent": {"harness": harness}} if harness else {}
         if arguments:
-            result.notes.append(f"`args` of `{plugin}` are its `env.taskset`'s, where it has such fields")
+            result.notes.append(f"`args` of `{plugin}` are now fields of its `env.taskset`")
     return {**entry, **({"serve": serve} if serve else {}), "env": env}
 
 
 def _harbor(result: Translation, arguments: Table) -> Table:
-    """The arguments of `load_environment`, each where today's plug-in has it."""
+    """Return the arguments of `load_environment` as fields of the current plug-in."""
     left = dict(arguments)
-    at_once = left.pop("n_parallel_envs", None)
-    if at_once is not None:
-        _put(result, "orchestrator.concurrency.max_inflight", at_once, "args.n_parallel_envs")
-        result.notes.append("`args.n_parallel_envs` is `orchestrator.concurrency.max_inflight`, of the whole run")
+    num_parallel = left.pop("n_parallel_envs", None)
+    if num_parallel is not None:
+        _put(result, "orchestrator.concurrency.max_inflight", num_parallel, "args.n_parallel_envs")
+        result.notes.append("`args.n_parallel_envs` is now `orchestrator.concurrency.max_inflight`, for the whole run")
     taskset = {name: left.pop(name) for name in _OF_TASKSET if name in left}
     harness = {name: left.pop(name) for name in _OF_HARNESS if name in left}
-    for name, why in _OF_NOBODY.items():
+    for name, why in _REMOVED.items():
         if left.pop(name, None) is not None:
-            result.notes.append(f"`args.{name}` is gone: {why}")
+            result.notes.append(f"`args.{name}` was removed: {why}")
     if left:
-        known = ", ".join(f"`{name}`" for name in (*_OF_TASKSET, *_OF_HARNESS, "n_parallel_envs", *_OF_NOBODY))
+        known = ", ".join(f"`{name}`" for name in (*_OF_TASKSET, *_OF_HARNESS, "n_parallel_envs", *_REMOVED))
         raise UsageError(f"`{PLUGIN}` has no argument `{next(iter(left))}`", hint=f"it has {known}")
     return {
         "taskset": {"id": PLUGIN, **taskset},
@@ -142,7 +142,7 @@ def _harbor(result: Translation, arguments: Table) -> Table:
 
 
 def _take(values: Table, key: str) -> Any:
-    """The value, which is removed; None if it is not there."""
+    """Remove the key and return its value; None if it does not exist."""
     *path, last = key.split(".")
     for name in path:
         inner = values.get(name)
@@ -153,22 +153,22 @@ def _take(values: Table, key: str) -> Any:
 
 
 def _put(result: Translation, key: str, value: Any, old: str) -> None:
-    """Where there is a value already, both must say the same; of two tables each adds to the other."""
+    """Set the key. An existing value must be equal; tables are merged."""
     *path, last = key.split(".")
     values = result.values
     for name in path:
         inner = values.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise UsageError(f"`{old}` is `{key}` today, but `{name}` there is `{inner}`", hint=f"remove `{name}`")
+            raise UsageError(f"`{old}` is now `{key}`, but `{name}` there is `{inner}`", hint=f"remove `{name}`")
         values = cast(Table, inner)
     if isinstance(value, dict):
         for name, inner in cast(Table, value).items():
             _put(result, f"{key}.{name}", inner, f"{old}.{name}")
     elif values.setdefault(last, value) != value:
-        hint = f"remove one of them; `{key}` is today's"
+        hint = f"remove one of them; `{key}` is the current name"
         raise UsageError(f"`{old}` is `{value}`, and `{key}` is `{values[last]}`", hint=hint)
 
 
 def _copy(values: Mapping[str, Any]) -> Table:
-    """Tables are copied, so that the given ones stay as they are."""
+    """Copy nested tables, so that the caller's are not changed."""
     return {name: _copy(cast(Table, value)) if isinstance(value, dict) else value for name, value in values.items()}

@@ -1,1 +1,1 @@
-"""SLiME owns the loop and calls our rollouts: its hooks, and the launcher that points it at them."""
+"""Run on SLiME: the hooks through which it calls Dockyard for rollouts, and the launcher."""

@@ -1,4 +1,4 @@
-"""The arguments SLiME is started with. It takes unknown ones in silence, so a test compares all with those it has."""
+"""SLiME's command-line arguments. It silently accepts unknown ones, so a test compares these with its parser."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,24 +9,24 @@ from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import UsageError
 
 MODEL, REFERENCE = "$MODEL", "$REFERENCE"
-"""What the script finds out: the model's folder, and the weights that the policy begins with and is held to."""
+"""Variables that the script sets: the model's folder, and the weights that the policy starts from."""
 _HOOKS = "dockyard.backends.slime.hooks"
 _WITHOUT_EFFECT = {
-    "--kl-coef": "GRPO reads its shape only; `grpo.kl_coef` is the KL penalty",
-    "--use-tis": "the ratio is taken to the recorded probabilities already",
-    "--rm-type": "rewards are the tasks' own verifiers'",
-    "--custom-rm-path": "rewards are the tasks' own verifiers'",
-    "--prompt-data": "`tasks` says what is trained on",
-    "--num-epoch": "`tasks.passes` counts passes",
+    "--kl-coef": "SLiME's GRPO ignores its value; `grpo.kl_coef` is the KL penalty",
+    "--use-tis": "the ratio already uses the recorded probabilities",
+    "--rm-type": "rewards come from the tasks' verifiers",
+    "--custom-rm-path": "rewards come from the tasks' verifiers",
+    "--prompt-data": "the section `tasks` sets what is trained on",
+    "--num-epoch": "`tasks.passes` sets the number of passes",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where SLiME finds and leaves things."""
+    """Paths that SLiME reads and writes."""
 
     folder: Path
-    """Of the backend, in the run's folder."""
+    """The backend's folder inside the run's folder."""
     task_list: Path
 
     @property
@@ -35,12 +35,12 @@ class Places:
 
     @property
     def samples(self) -> str:
-        """Of a step, as SLiME fills it in."""
+        """The file of one step. SLiME fills in `rollout_id`."""
         return str(self.folder / "samples" / "{rollout_id}.pt")
 
 
 def arguments(config: RunConfig, layout: Layout, places: Places) -> MegatronArguments:
-    """All but the model's shape. No group repeats an option of another."""
+    """Return all arguments except the model's shape. No option occurs in two groups."""
     recorded = config.tasks.source == "recorded"
     groups = (
         _gpus(layout),
@@ -79,7 +79,7 @@ def _gpus(layout: Layout) -> MegatronArguments:
 
 
 def _checkpoints(config: RunConfig, places: Places) -> MegatronArguments:
-    """A run that has no checkpoint yet begins with the reference's weights."""
+    """A run without a checkpoint starts from the reference weights."""
     return {
         "--hf-checkpoint": MODEL,
         "--ref-load": REFERENCE,
@@ -92,13 +92,13 @@ def _checkpoints(config: RunConfig, places: Places) -> MegatronArguments:
 
 
 def _hooks(config: RunConfig, places: Places) -> MegatronArguments:
-    """Dynamic sampling is SLiME's own loop, which calls us for each rollout; else we make a step's rollouts at once."""
+    """With dynamic sampling SLiME's own loop calls Dockyard per rollout; otherwise Dockyard makes a step's rollouts."""
     mode = "generate_rollout_async" if config.rollout.max_staleness else "generate_rollout"
     dynamic: MegatronArguments = {
         "--custom-generate-function-path": f"{_HOOKS}.generate",
         "--dynamic-sampling-filter-path": f"{_HOOKS}.keep_informative",
         "--rollout-sample-filter-path": f"{_HOOKS}.even_out",
-        "--over-sampling-batch-size": str(2 * config.grpo.tasks_per_step),  # without others to take, none is dropped
+        "--over-sampling-batch-size": str(2 * config.grpo.tasks_per_step),  # without spare groups none is dropped
     }
     return {
         "--custom-config-path": str(places.folder / "dockyard.yaml"),
@@ -123,7 +123,7 @@ def _batches(config: RunConfig) -> MegatronArguments:
 
 
 def _engines(config: RunConfig) -> MegatronArguments:
-    """Sampling stays undistorted: the loss takes probabilities under the temperature alone."""
+    """No top-p or top-k: the loss uses probabilities that depend on the temperature only."""
     context = str(config.engine.context_length)
     router = "--sglang-router-policy" if config.slime.flavour == "miles" else "--router-policy"
     return {
@@ -138,12 +138,12 @@ def _engines(config: RunConfig) -> MegatronArguments:
 
 
 def is_evaluated(config: RunConfig) -> bool:
-    """Whether tasks are held out, and there are engines to attempt them."""
+    """Whether there are held-out tasks, and engines to attempt them."""
     return config.tasks.source != "recorded" and config.tasks.holds_out
 
 
 def _evaluation(config: RunConfig, places: Places) -> MegatronArguments:
-    """Before the first step and after the last, as `dockyard train` has it."""
+    """Evaluate before the first step and after the last one, as `dockyard train` does."""
     return {
         "--eval-interval": str(config.eval.every or max(config.steps, 1)),
         "--eval-prompt-data": ("heldout", str(places.task_list)),
@@ -153,9 +153,9 @@ def _evaluation(config: RunConfig, places: Places) -> MegatronArguments:
 
 
 def _loss(config: RunConfig) -> MegatronArguments:
-    """The KL term is in the loss: under GRPO SLiME reads `--kl-coef` for its shape only.
+    """The KL term is part of the loss: SLiME's GRPO ignores the value of `--kl-coef`.
 
-    Without recorded probabilities, which files may lack, the ratio is 1: each step is made of one batch.
+    Recorded files may lack logprobs. Without them the ratio is 1, since each step is one batch.
     """
     recorded: MegatronArguments = {"--use-rollout-logprobs": None}
     kl: MegatronArguments = {
@@ -174,8 +174,8 @@ def _loss(config: RunConfig) -> MegatronArguments:
 
 
 def _optimizer(trainer: TrainerConfig, layout: Layout) -> MegatronArguments:
-    """Megatron's warm-up begins at its initial rate; ours at the first step of the rise."""
-    rise: MegatronArguments = {
+    """Megatron's warm-up starts at its initial rate, Dockyard's at the first step of the increase."""
+    warmup: MegatronArguments = {
         "--lr-warmup-iters": str(trainer.warmup_steps),
         "--lr-warmup-init": str(trainer.lr / (trainer.warmup_steps + 1)),
     }
@@ -188,7 +188,7 @@ def _optimizer(trainer: TrainerConfig, layout: Layout) -> MegatronArguments:
         "--optimizer": "adam",
         "--lr": str(trainer.lr),
         "--lr-decay-style": trainer.schedule,
-        **(rise if trainer.warmup_steps else {}),
+        **(warmup if trainer.warmup_steps else {}),
         "--override-opt-param-scheduler": None,  # a resumed run may have more steps
         "--weight-decay": str(trainer.weight_decay),
         "--adam-beta1": "0.9",
@@ -228,16 +228,14 @@ def _memory(config: RunConfig) -> MegatronArguments:
 
 
 def check_more(more: tuple[str, ...], ours: MegatronArguments) -> None:
-    """Arguments by hand must not change what the run file says, nor do nothing."""
+    """Refuse additional arguments that contradict the run file or have no effect."""
     for option in (word.partition("=")[0] for word in more if word.startswith("--")):
         setting = setting_of(option)
         taken = next((own for own in ours if own.startswith(option)), None)
         if setting:
-            raise UsageError(
-                f"`slime.args` has `{option}`, which is the run's `{setting}`", hint=f"`--{setting} VALUE`"
-            )
+            raise UsageError(f"`slime.args` has `{option}`, which is set by `{setting}`", hint=f"`--{setting} VALUE`")
         if taken:
-            hint = "leave it out; the sections `slime` and `trainer` have what can be chosen"
+            hint = "remove it; the sections `slime` and `trainer` have the settings that can be changed"
             raise UsageError(f"`slime.args` has `{option}`, but the launcher sets `{taken}`", hint=hint)
         if why := _WITHOUT_EFFECT.get(option):
-            raise UsageError(f"`slime.args` has `{option}`, which does nothing here", hint=why)
+            raise UsageError(f"`slime.args` has `{option}`, which has no effect here", hint=why)

@@ -1,4 +1,4 @@
-"""SLiME's own classes, or those of Miles, its fork: whichever of the two has called. Neither is on PyPI."""
+"""The classes of SLiME, or of its fork Miles, whichever is the caller. Neither is on PyPI."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class SlimeSample(Protocol):
-    """What the hooks read and set of SLiME's `Sample`."""
+    """The attributes of SLiME's `Sample` that the hooks use."""
 
     group_index: int | None
     index: int | None
@@ -22,28 +22,28 @@ class SlimeSample(Protocol):
 
 
 type SampleEntry = SlimeSample | list[SlimeSample]
-"""A rollout in a batch of SLiME's: its one sample, or the list of them."""
+"""A rollout in a batch of SLiME: its only sample, or the list of its samples."""
 
 
 def new_sample(row: Mapping[str, Any]) -> SlimeSample:
-    """From the fields that both have."""
+    """Create a sample from fields that both programs have."""
     return _module("utils.types").Sample.from_dict(dict(row))
 
 
 def train_output(samples: Sequence[Sequence[SampleEntry]], metrics: Mapping[str, float]) -> Any:
-    """What a rollout function returns for training."""
+    """Return the result of a rollout function for training."""
     return _module("rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=dict(metrics))
 
 
 def eval_output(data: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
-    """What a rollout function returns for an evaluation."""
+    """Return the result of a rollout function for an evaluation."""
     return _module("rollout.base_types").RolloutFnEvalOutput(data=data, metrics=dict(metrics))
 
 
 def filter_output(*, keep: bool, reason: str | None) -> Any:
-    """What a dynamic-sampling filter returns: a group that need not be kept is, where the batch would get too small.
+    """Return the result of a dynamic-sampling filter. A dropped group is kept after all if the batch gets too small.
 
-    Miles cannot be told so, and would ask for more groups for ever: there, every group is kept.
+    Miles lacks this option and would request more groups forever, so it keeps every group.
     """
     output = _module("rollout.filter_hub.base_types").DynamicFilterOutput
     if "keep_when_insufficient" not in {field.name for field in fields(output)}:
@@ -52,13 +52,13 @@ def filter_output(*, keep: bool, reason: str | None) -> Any:
 
 
 def is_batch_full(args: Any) -> bool:
-    """Whether SLiME's own loop has all groups of this step, and drops the others."""
+    """Whether SLiME's own loop has all groups of this step and discards further ones."""
     loop: Any = sys.modules.get("slime.rollout.sglang_rollout")
     return loop is not None and loop.GenerateState(args).aborted
 
 
 def adapter_name(args: Any) -> str | None:
-    """The LoRA adapter to sample from, which only Miles has."""
+    """Return the LoRA adapter to sample from. Only Miles has one."""
     if "miles" not in sys.modules:
         return None
     lora = _module("utils.lora")

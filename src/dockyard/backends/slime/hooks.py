@@ -1,18 +1,18 @@
-"""The functions that SLiME calls, by dotted path. Miles, its fork, takes the same functions.
+"""The functions that SLiME, or its fork Miles, calls by dotted path.
 
     --rollout-function-path            generate_rollout, or generate_rollout_async for `train_async.py`
     --custom-reward-post-process-path  reward_post_process, always
     --data-source-path                 SlimeDataSource, always
 
-SLiME's own loop, which can draw more groups than it needs, runs one rollout at a time instead:
+SLiME's own loop, which supports dynamic sampling, calls Dockyard per rollout instead:
 
     --custom-generate-function-path    generate
     --rollout-sample-filter-path       even_out, always with it
     --dynamic-sampling-filter-path     keep_informative, if wanted
     --eval-function-path               generate_rollout
 
-Advantages are computed here: SLiME by itself groups by position, counts segments as rollouts, and counts a lost rollout
-as a reward of 0.
+Advantages are computed here, because SLiME groups samples by position, counts segments as rollouts, and gives lost
+rollouts a reward of 0.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ from dockyard.types import Group, Rollout
 
 
 @dataclass(slots=True)
-class ScoredSample:
-    """A group's rollouts that have a reward."""
+class ScoredGroup:
+    """The rollouts of a group that have a reward."""
 
     rewards: dict[int, float] = field(default_factory=dict[int, float])
-    """By rollout."""
+    """By rollout id."""
 
     @property
     def comparable(self) -> bool:
@@ -55,15 +55,15 @@ class ScoredSample:
         return len(set(self.rewards.values())) > 1
 
     def advantages(self) -> dict[int, float]:
-        """By rollout."""
+        """Return the advantages by rollout id."""
         return dict(zip(self.rewards, group_advantages([*self.rewards.values()]), strict=True))
 
 
-def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredSample]:
-    """By group. Samples that are to be left out are of lost rollouts."""
-    groups: dict[int | None, ScoredSample] = {}
+def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredGroup]:
+    """Return the rewards by group. Samples marked for removal belong to lost rollouts."""
+    groups: dict[int | None, ScoredGroup] = {}
     for place, sample in enumerate(samples):
-        group = groups.setdefault(sample.group_index, ScoredSample())
+        group = groups.setdefault(sample.group_index, ScoredGroup())
         if sample.remove_sample or sample.reward is None:
             continue
         reward, rollout = float(sample.reward), rollout_of(sample, place)
@@ -76,7 +76,7 @@ def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredSamp
 
 
 def rollout_of(sample: SlimeSample, place: int) -> int:
-    """Whose sample it is; one that does not say is a rollout of its own, which gets a number that no other has."""
+    """Return the rollout of a sample. A sample without one is its own rollout, with a unique negative number."""
     return -1 - place if sample.rollout_id is None else sample.rollout_id
 
 
@@ -91,54 +91,56 @@ __all__ = [
 ]
 
 _WATCH_S = 1.0
-_crews: dict[WorkerKey, RolloutWorker] = {}
+_workers: dict[WorkerKey, RolloutWorker] = {}
 _opening = threading.Lock()
 
 
-def crew_of(args: Any) -> RolloutWorker:
-    """Those who make rollouts in this process, from the first call on."""
-    post = WorkerKey.of(args)
+def worker_of(args: Any) -> RolloutWorker:
+    """Return the worker of this process, which the first call opens."""
+    key = WorkerKey.of(args)
     with _opening:
-        if post not in _crews:
+        if key not in _workers:
             check_agreement(args, run_config(args))
-            _crews[post] = RolloutWorker(post)
-        return _crews[post]
+            _workers[key] = RolloutWorker(key)
+        return _workers[key]
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """A step's groups, or an evaluation on the held-out tasks. Tasks follow from `rollout_id` alone."""
+    """Make a step's groups, or evaluate on the held-out tasks. `rollout_id` determines the tasks."""
     return _evaluate(args, rollout_id) if evaluation else _collect(args, rollout_id, ahead=0)
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """The same for `train_async.py`, whose rollouts are one update old by themselves.
+    """Do the same for `train_async.py`, whose rollouts are always one update old.
 
-    Further steps are begun early, so that no rollout is older than `rollout.max_staleness` updates.
+    Further steps are started early, as far as `rollout.max_staleness` allows.
     """
     if evaluation:
         return _evaluate(args, rollout_id)
-    return _collect(args, rollout_id, ahead=max(crew_of(args).config.rollout.max_staleness - 1, 0))
+    return _collect(args, rollout_id, ahead=max(worker_of(args).config.rollout.max_staleness - 1, 0))
 
 
 def _collect(args: Any, step: int, *, ahead: int) -> Any:
     if args.dynamic_sampling_filter_path or args.rollout_sample_filter_path:
         hint = "`--custom-generate-function-path dockyard.backends.slime.hooks.generate` runs in SLiME's own loop"
         raise UsageError("SLiME's filters have no effect beside this `--rollout-function-path`", hint=hint)
-    crew = crew_of(args)
-    groups = crew.collect(step, ahead=ahead)
+    worker = worker_of(args)
+    groups = worker.collect(step, ahead=ahead)
     metrics = rollout_metrics(_rollouts(groups))
-    crew.run.record_metrics(step, metrics)
-    return train_output(even(step_samples(groups, step, crew.config, crew.renderer)), metrics)
+    worker.run.record_metrics(step, metrics)
+    return train_output(even(step_samples(groups, step, worker.config, worker.renderer)), metrics)
 
 
 def _evaluate(args: Any, rollout_id: int) -> Any:
-    """Each rollout counts once, and one that is lost does not."""
-    crew = crew_of(args)
-    rollouts = [rollout for rollout in _rollouts(crew.evaluate(rollout_id)) if rollout.reward is not None]
+    """Count each rollout once, and lost rollouts not at all."""
+    worker = worker_of(args)
+    rollouts = [rollout for rollout in _rollouts(worker.evaluate(rollout_id)) if rollout.reward is not None]
     if not rollouts:
         raise DockyardError("every rollout of the evaluation was lost", hint="`dockyard doctor` checks this machine")
     numbers = SampleNumbers()
-    samples = [rollout_samples(rollout, rollout.task, numbers, crew.config, crew.renderer)[-1] for rollout in rollouts]
+    samples = [
+        rollout_samples(rollout, rollout.task, numbers, worker.config, worker.renderer)[-1] for rollout in rollouts
+    ]
     data = {
         "rewards": [sample.reward for sample in samples],
         "truncated": [sample.status.value == SampleStatus.TRUNCATED for sample in samples],
@@ -154,24 +156,24 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
 async def generate(
     args: Any, sample: SlimeSample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> SampleEntry:
-    """One rollout for SLiME's own loop: its sample, or all of them where the agent rewrote its history.
+    """Make one rollout for SLiME's own loop. Several samples are returned if the agent rewrote its history.
 
-    How it is sampled is the run's business: `sampling_params` say the same.
+    `sampling_params` is not used: the run's settings have the same values.
     """
-    crew = await asyncio.to_thread(crew_of, args)
+    worker = await asyncio.to_thread(worker_of, args)
     group, index = sample.group_index or 0, sample.index or 0
     task, attempt = str(sample.metadata.get("task", "")), int(sample.metadata.get("attempt", 0))
-    rollout = await _while_wanted(args, crew.attempt(task, group, attempt, evaluation=evaluation))
+    rollout = await _while_needed(args, worker.attempt(task, group, attempt, evaluation=evaluation))
     if rollout is None:
         sample.status = type(sample.status)(SampleStatus.ABORTED)
         return sample
     numbers = SampleNumbers(first_group=group, first_rollout=index)
-    samples = rollout_samples(rollout, task, numbers, crew.config, crew.renderer)
+    samples = rollout_samples(rollout, task, numbers, worker.config, worker.renderer)
     return samples[-1] if evaluation or len(samples) == 1 else samples
 
 
-async def _while_wanted(args: Any, rollout: Coroutine[Any, Any, Rollout]) -> Rollout | None:
-    """None where SLiME's batch was full first: it waits for what is under way, for which it has no use."""
+async def _while_needed(args: Any, rollout: Coroutine[Any, Any, Rollout]) -> Rollout | None:
+    """Return None if SLiME's batch is full first: it would wait for running rollouts and then discard them."""
     working = asyncio.ensure_future(rollout)
     try:
         while not working.done():
@@ -184,7 +186,7 @@ async def _while_wanted(args: Any, rollout: Coroutine[Any, Any, Rollout]) -> Rol
 
 
 def even_out(args: Any, groups: list[list[SampleEntry]]) -> None:
-    """Make a batch of `generate`'s one that SLiME can unpack, and stop where too much of it was lost."""
+    """Bring a batch made by `generate` into a form that SLiME can unpack. Raise if too many rollouts were lost."""
     groups[:] = even(groups)
     samples = [sample for group in groups for sample in flat(group)]
     for sample in samples:
@@ -192,21 +194,21 @@ def even_out(args: Any, groups: list[list[SampleEntry]]) -> None:
     rollouts = {rollout_of(sample, place): sample.remove_sample for place, sample in enumerate(samples)}
     share = run_config(args).rollout.max_lost_share
     if (num_lost := sum(rollouts.values())) > share * len(rollouts):
-        hint = "`dockyard doctor` checks this machine; `--rollout.max_lost_share` sets how many may be lost"
+        hint = "`dockyard doctor` checks this machine; `--rollout.max_lost_share` sets the share that may be lost"
         raise DockyardError(f"{num_lost} of {len(rollouts)} rollouts were lost to infrastructure", hint=hint)
 
 
 def keep_informative(args: Any, samples: list[SampleEntry], **kwargs: Any) -> Any:
-    """Prefer groups in which rollouts did not do equally well, as long as there are others to take instead."""
+    """Keep groups with different rewards; drop others as long as there are groups to replace them."""
     [group] = scored_groups(flat(samples)).values()
     reward = next(iter(group.rewards.values()), None)
     return filter_output(keep=group.differs, reason=None if group.differs else f"all_{reward}")
 
 
 def reward_post_process(args: Any, samples: list[SlimeSample]) -> tuple[list[float], list[float]]:
-    """Raw rewards and advantages, as `dockyard train` has them.
+    """Return raw rewards and advantages, computed as in `dockyard train`.
 
-    A rollout that has none to be compared with trains nothing, not even by the KL penalty.
+    A rollout without others to compare it with trains nothing, not even through the KL penalty.
     """
     groups = scored_groups(samples)
     advantages = {index: group.advantages() for index, group in groups.items()}

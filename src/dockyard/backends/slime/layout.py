@@ -1,7 +1,7 @@
-"""Which GPUs train, which sample, and how a model is split across them.
+"""Assign GPUs to training and sampling, and split a model across them.
 
 Megatron gets a model's shape by arguments, which SLiME compares with the model's `config.json`. They are derived from
-that file if it is on this machine, else from a table of known models.
+that file if it is on this machine, otherwise from a table of known models.
 """
 
 import json
@@ -17,18 +17,18 @@ from dockyard.engine.model_dir import known_as
 from dockyard.errors import UsageError
 
 type MegatronArguments = dict[str, str | tuple[str, ...] | None]
-"""Option -> its value or values, None for one that takes none."""
+"""Option -> its value or values; None for an option without a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSplit:
-    """Over how many GPUs a model is split where the run does not say."""
+    """Default parallel sizes for a model."""
 
     tensor: int
     expert: int
     engine: int
     num_params_b: float
-    """In billions."""
+    """Number of parameters in billions."""
 
 
 def _dense(kind: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Coder-7B-Instruct": _dense("qwen2", 28, 3584, 18944, 28, 4, 152064),
     "Qwen/Qwen2.5-Coder-32B-Instruct": _dense("qwen2", 64, 5120, 27648, 40, 8, 152064),
 }
-"""What the Hub's `config.json` of each says."""
+"""The contents of each model's `config.json` on the Hub."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _DENSE = tuple(key for key in MODELS["Qwen/Qwen2.5-Coder-7B-Instruct"] if key != "tie_word_embeddings")
 _NEEDED = {
@@ -71,7 +71,7 @@ _NEEDED = {
     "qwen3": (*_DENSE, "head_dim"),
     "qwen3_moe": tuple(key for key in _CODER_MOE if key != "tie_word_embeddings"),
 }
-"""By type, what the arguments are made of."""
+"""Model type -> keys of `config.json` from which the arguments are made."""
 _USUAL: dict[str, tuple[object, ...]] = {
     "rope_type": ("default",),
     "hidden_act": ("silu",),
@@ -81,47 +81,47 @@ _USUAL: dict[str, tuple[object, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
-"""What the arguments take for granted."""
+"""Values that the arguments assume."""
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """A model's `config.json`, or what is known of it."""
+    """Return a model's `config.json`, or its entry in the table of known models."""
     file = Path(name).expanduser() / "config.json"
     cached = try_to_load_from_cache(known_as(name), "config.json") if _HUB_NAME.fullmatch(name) else None
     if file.is_file() or isinstance(cached, str):
         return _checked(file if file.is_file() else Path(str(cached)))
     known = MODELS.get(known_as(name))
     if known is None:
-        hint = f"name a model folder, or one of {', '.join(f'`{model}`' for model in MODELS)}"
+        hint = f"use a local model folder, or one of {', '.join(f'`{model}`' for model in MODELS)}"
         raise UsageError(f"`model.name` is `{name}`, whose shape is not known here", hint=hint)
     return known
 
 
 def _checked(file: Path) -> dict[str, Any]:
-    """Megatron has a model's shape from us alone: what the arguments do not say would be trained otherwise."""
+    """Refuse what the arguments cannot express: Megatron would silently train a different architecture."""
     try:
         shape: dict[str, Any] = json.loads(file.read_bytes())
     except ValueError as error:
-        raise UsageError(f"`{file}` is not JSON: {error}", hint="fetch the model again") from None
+        raise UsageError(f"`{file}` is not JSON: {error}", hint="download the model again") from None
     kind = shape.get("model_type")
     if kind not in _NEEDED:
-        hint = "the models are of the types qwen2, qwen3 and qwen3_moe"
-        raise UsageError(f"`model.name` is of the type `{kind}`, which is not wired for SLiME", hint=hint)
+        hint = "supported types are qwen2, qwen3 and qwen3_moe"
+        raise UsageError(f"`model.name` has the type `{kind}`, which is not supported with SLiME", hint=hint)
     rope: dict[str, Any] = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     shape["rope_theta"] = rope.get("rope_theta") or shape.get("rope_theta")
     shape["rope_type"] = rope.get("rope_type") or rope.get("type")
     for key in _NEEDED[kind]:
         if shape.get(key) is None:
-            raise UsageError(f"`{file}` has no `{key}`", hint="it is not the `config.json` of a whole model")
+            raise UsageError(f"`{file}` has no `{key}`", hint="the model folder is incomplete; download it again")
     for key, usual in _USUAL.items():
         if shape.get(key) not in (None, *usual):
-            hint = f"SLiME trains models whose `{key}` is {usual[0]!r}"
-            raise UsageError(f"`{file}` has `{key}` {shape[key]!r}, which is not wired for SLiME", hint=hint)
+            hint = f"supported are models whose `{key}` is {usual[0]!r}"
+            raise UsageError(f"`{file}` has `{key}` {shape[key]!r}, which is not supported with SLiME", hint=hint)
     return shape
 
 
 def shape_arguments(shape: dict[str, Any]) -> MegatronArguments:
-    """The model's shape, as Megatron takes it."""
+    """Return the model's shape as arguments of Megatron."""
     kind = shape["model_type"]
     return {
         "--num-layers": str(shape["num_hidden_layers"]),
@@ -161,7 +161,7 @@ def _expert_arguments(shape: dict[str, Any]) -> MegatronArguments:
 
 
 def usual_split(shape: dict[str, Any]) -> ParallelSplit:
-    """By size: what fits GPUs of 80 GB, as SLiME's own recipes have it."""
+    """Return the parallel sizes of SLiME's own recipes for GPUs of 80 GB."""
     num_params_b = count_params(shape) / 1e9
     if shape.get("num_experts"):
         return ParallelSplit(tensor=4, expert=8, engine=8, num_params_b=num_params_b)
@@ -171,7 +171,7 @@ def usual_split(shape: dict[str, Any]) -> ParallelSplit:
 
 
 def count_params(shape: dict[str, Any]) -> int:
-    """Weights of the matrices, which are nearly all."""
+    """Count the weights of the matrices, which are nearly all of them."""
     hidden = int(shape["hidden_size"])
     head = int(shape.get("head_dim") or hidden // shape["num_attention_heads"])
     attention = 2 * hidden * head * (int(shape["num_attention_heads"]) + int(shape["num_key_value_heads"]))
@@ -182,19 +182,19 @@ def count_params(shape: dict[str, Any]) -> int:
 
 
 _OPTIMIZER_BYTES = 16
-"""Per weight: gradient, master copy and both moments in float32. Megatron spreads them over all training GPUs."""
+"""Per weight: gradient, master copy and both moments in float32. Megatron shards them across all training GPUs."""
 _MOST_OPTIMIZER_GB = 40.0
-"""Per GPU of 80 GB; more of it goes to the host's memory."""
+"""Per GPU of 80 GB. A larger optimizer state is offloaded to host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Numbers of GPUs."""
+    """How many GPUs each part uses."""
 
     train: int
     engines: int
     colocated: bool
-    """Whether engines and trainer take turns on the same GPUs."""
+    """Whether engines and trainer share the same GPUs in turn."""
     per_node: int
     per_engine: int
     tensor: int
@@ -202,34 +202,34 @@ class Layout:
     pipeline: int
     expert: int
     offload: bool
-    """Whether the optimiser's state is kept in the host's memory."""
+    """Whether the optimizer state is offloaded to host memory."""
 
     @property
     def data(self) -> int:
-        """How many replicas share a batch."""
+        """Data-parallel size."""
         return self.train // (self.tensor * self.context * self.pipeline)
 
     @property
     def train_nodes(self) -> int:
-        """Machines that train."""
+        """Number of machines that train."""
         return max(1, self.train // self.per_node)
 
     @property
     def nodes(self) -> int:
-        """Machines in all."""
+        """Number of machines in total."""
         return -(-(self.train + (0 if self.colocated else self.engines)) // self.per_node)
 
     def __str__(self) -> str:
-        place = "engines and trainer take turns" if self.colocated else f"{self.train} train, {self.engines} sample"
+        place = "engines and trainer share the GPUs" if self.colocated else f"{self.train} train, {self.engines} sample"
         return (
             f"{place}; trainer: tensor {self.tensor} × context {self.context} × pipeline {self.pipeline} × "
-            f"data {self.data}, experts over {self.expert}; "
+            f"data {self.data}, expert {self.expert}; "
             f"{self.engines // self.per_engine} engines of {self.per_engine}"
         )
 
 
 def lay_out(config: RunConfig, split: ParallelSplit) -> Layout:
-    """As the run says, else as suits the model. What cannot be split so is an error."""
+    """Return the layout that the run sets, with defaults for the model. Raise if the GPUs cannot be split that way."""
     slime = config.slime
     apart = slime.rollout_gpus or (max(slime.num_gpus // 2, 1) if config.rollout.max_staleness else 0)
     train = slime.num_gpus - apart
@@ -250,7 +250,7 @@ def lay_out(config: RunConfig, split: ParallelSplit) -> Layout:
 
 
 def _for_context(config: RunConfig) -> int:
-    """As few GPUs as hold the longest sequence; powers of 2."""
+    """Return the smallest power of 2 with which the longest sequence fits."""
     context = 1
     while context * config.trainer.micro_batch_tokens < (config.engine.context_length or 0):
         context *= 2
@@ -261,35 +261,35 @@ def _check(config: RunConfig, layout: Layout) -> None:
     slime, batch = config.slime, config.grpo.tasks_per_step * config.grpo.group_size
     model_gpus = layout.tensor * layout.context * layout.pipeline
     rules = (
-        (layout.train >= 1, f"engines of their own leave none of {slime.num_gpus} GPUs to train", "slime.num_gpus"),
+        (layout.train >= 1, f"separate engines leave none of {slime.num_gpus} GPUs for training", "slime.num_gpus"),
         (
             layout.train > 0 and layout.train % model_gpus == 0,
-            f"{layout.train} training GPUs are no multiple of tensor {layout.tensor} × context {layout.context} × "
+            f"{layout.train} training GPUs are not a multiple of tensor {layout.tensor} × context {layout.context} × "
             f"pipeline {layout.pipeline}",
             "slime.num_gpus",
         ),
         (
             layout.train < layout.per_node or layout.train % layout.per_node == 0,
-            f"{layout.train} training GPUs fill no whole machines of {layout.per_node}",
+            f"{layout.train} training GPUs do not fill whole machines of {layout.per_node}",
             "slime.rollout_gpus",
         ),
         (
             layout.engines % layout.per_engine == 0,
-            f"{layout.engines} GPUs for engines are no multiple of {layout.per_engine}, which one engine takes",
+            f"{layout.engines} GPUs for engines are not a multiple of {layout.per_engine}, the GPUs of one engine",
             "slime.gpus_per_engine",
         ),
         (
             layout.train % (layout.expert * layout.pipeline) == 0,
-            f"{layout.train} training GPUs are no multiple of expert {layout.expert} × pipeline {layout.pipeline}",
+            f"{layout.train} training GPUs are not a multiple of expert {layout.expert} × pipeline {layout.pipeline}",
             "slime.expert_parallel",
         ),
         (
             batch % max(layout.data, 1) == 0,
-            f"a step's {config.grpo.tasks_per_step} × {config.grpo.group_size} rollouts cannot be dealt out evenly "
-            f"to {layout.data} replicas",
+            f"a step's {config.grpo.tasks_per_step} × {config.grpo.group_size} rollouts cannot be split evenly "
+            f"across {layout.data} replicas",
             "grpo.tasks_per_step",
         ),
     )
     for holds, problem, what in rules:
         if not holds:
-            raise UsageError(problem, hint=f"`--{what} N` is one way out")
+            raise UsageError(problem, hint=f"change `--{what} N`")

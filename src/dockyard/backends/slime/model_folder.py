@@ -1,7 +1,7 @@
-"""`python -m dockyard.backends.slime.model_folder NAME DIR`: prints the folder of a model as SLiME accepts it.
+"""`python -m dockyard.backends.slime.model_folder NAME DIR`: print a folder of the model that SLiME accepts.
 
-SLiME compares `config.json` with its own arguments and stops at Qwen3-Coder's `shared_expert_intermediate_size: 0`,
-which says that there is no such expert. DIR then becomes a folder of links with a `config.json` that leaves it out.
+SLiME compares `config.json` with its own arguments and refuses Qwen3-Coder's `shared_expert_intermediate_size: 0`,
+which means that there is no shared expert. DIR then becomes a folder of links with a `config.json` without that key.
 """
 
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 from dockyard.engine.model_dir import find_model
 from dockyard.errors import DockyardError
 
-_CONFIG, _STUMBLE = "config.json", "shared_expert_intermediate_size"
+_CONFIG, _REFUSED_KEY = "config.json", "shared_expert_intermediate_size"
 
 
 def acceptable(model: Path, folder: Path) -> Path:
-    """The model's folder, or the one of links."""
+    """Return the model's folder, or the folder of links."""
     config = json.loads((model / _CONFIG).read_bytes())
-    if config.get(_STUMBLE) != 0:
+    if config.get(_REFUSED_KEY) != 0:
         return model
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
@@ -25,7 +25,7 @@ def acceptable(model: Path, folder: Path) -> Path:
         link.unlink(missing_ok=True)
         if file.name != _CONFIG:
             link.symlink_to(file.absolute())
-    config.pop(_STUMBLE)
+    config.pop(_REFUSED_KEY)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2))
     return folder
 

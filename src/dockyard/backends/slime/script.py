@@ -1,4 +1,4 @@
-"""`train.sh`: finds the model, converts it once, and starts SLiME. It can be run by hand, too."""
+"""`train.sh`: finds the model, converts it once, and starts SLiME. It can also be run by hand."""
 
 import json
 import shlex
@@ -10,12 +10,12 @@ from dockyard.backends.slime.layout import MegatronArguments
 from dockyard.config import SlimeConfig
 
 HELD = "DOCKYARD_HOLDS_RUN"
-"""Set where the launcher holds the run's folder, which the script otherwise does itself."""
+"""Set when the launcher has locked the run's folder. Otherwise the script locks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the script is made of."""
+    """The contents of the script."""
 
     slime: SlimeConfig
     checkout: Path
@@ -25,11 +25,11 @@ class Script:
     more: tuple[str, ...]
     run: Path
     folder: Path
-    """Of the backend, in the run's folder."""
+    """The backend's folder inside the run's folder."""
     converted: Path | None
-    """Where the base model is kept in Megatron's format; None where it is read as it is."""
+    """Folder of the base model in Megatron's format. None: it is read without conversion."""
     num_converting: int
-    """GPUs that convert it."""
+    """Number of GPUs used for the conversion."""
     is_async: bool
     num_nodes: int
 
@@ -40,7 +40,7 @@ class Script:
     def _head(self) -> str:
         return (
             "#!/usr/bin/env bash\n"
-            f"# {self.model} on {self.slime.num_gpus} GPUs. `dockyard backend slime` wrote this, and writes it anew.\n"
+            f"# {self.model} on {self.slime.num_gpus} GPUs. Written by `dockyard backend slime`, which overwrites it.\n"
             "set -euo pipefail\n"
         )
 
@@ -57,7 +57,7 @@ class Script:
             f"{path}\n"
             "export CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1\n"
             f"{address}"
-            "# Ray's workers get what `ray job submit` would give them; so the run ends with this process.\n"
+            "# Ray's workers get the environment of `ray job submit`, but the run ends with this process.\n"
             f"export RAY_JOB_CONFIG_JSON_ENV_VAR='{more}'\n"
         )
 
@@ -79,7 +79,7 @@ class Script:
         return f"{find}REFERENCE={shlex.quote(str(self.converted))}\n{shape}{self._convert()}"
 
     def _convert(self) -> str:
-        """To a folder of another name first: what was interrupted must not be taken for a model."""
+        """Convert to a temporary folder first, so that an interrupted conversion is not used."""
         python = shlex.quote(self.slime.python)
         launcher = (
             f" -m torch.distributed.run --nproc-per-node {self.num_converting}" if self.num_converting > 1 else ""
@@ -88,7 +88,7 @@ class Script:
         return (
             'mkdir -p "$(dirname "$REFERENCE")"\n'
             'exec 8>"$REFERENCE.lock"\n'
-            "flock 8  # another run may be at it\n"
+            "flock 8  # another run may be converting it\n"
             'if [ ! -e "$REFERENCE/latest_checkpointed_iteration.txt" ]; then\n'
             '  rm -rf "$REFERENCE.part"\n'
             f'  {python}{launcher} {tool} "${{SHAPE[@]}}" --hf-checkpoint "$MODEL" --save "$REFERENCE.part"\n'
@@ -99,9 +99,9 @@ class Script:
 
     def _train(self) -> str:
         main = "train_async.py" if self.is_async else "train.py"
-        by_hand = "".join(f"  {shlex.quote(word)}\n" for word in self.more)
+        more = "".join(f"  {shlex.quote(word)}\n" for word in self.more)
         return (
-            f"ARGUMENTS=(\n{_lines(self.arguments)}\n{by_hand})\n"
+            f"ARGUMENTS=(\n{_lines(self.arguments)}\n{more})\n"
             f"cd {shlex.quote(str(self.checkout))}\n"
             f'exec {shlex.quote(self.slime.python)} {main} "${{SHAPE[@]}}" "${{ARGUMENTS[@]}}"\n'
         )
@@ -120,5 +120,5 @@ def _word(value: str) -> str:
 
 
 def custom_config(run: Path) -> str:
-    """`dockyard.yaml`, whose keys SLiME puts on its `args`."""
+    """Return the text of `dockyard.yaml`, whose keys SLiME adds to its `args`."""
     return f"dockyard_run: {json.dumps(str(run))}\n"

@@ -1,39 +1,43 @@
-"""What becomes of each setting under SLiME: options carry it, our hooks heed it, or why nothing comes of it."""
+"""Which settings of a run SLiME supports.
 
-from dockyard.backends.launch import Carried, Ignored, Support
+A setting is translated into SLiME's options, applied by Dockyard's hooks (`rollouts`), or ignored for a reason.
+"""
+
+from dockyard.backends.launch import Ignored, Support, Supported
 from dockyard.config import GRPOConfig, RunConfig
 
-_CARRIED = {
-    "run_dir": "--custom-config-path --save --load",
-    "steps": "--num-rollout",
-    "seed": "--seed --rollout-seed",
-    "model.name": "--hf-checkpoint --ref-load",
-    "tasks.passes": "--num-rollout",
-    "tasks.heldout": "--eval-prompt-data",
-    "tasks.heldout_share": "--eval-prompt-data",
-    "tasks.dataset": "--load-debug-rollout-data",
-    "sampling.temperature": "--rollout-temperature",
-    "sampling.eval_temperature": "--eval-temperature",
-    "sampling.max_new_tokens": "--rollout-max-response-len",
-    "engine.context_length": "--rollout-max-context-len --sglang-context-length",
-    "rollout.max_staleness": "--colocate --rollout-function-path --update-weights-interval",
-    "grpo.group_size": "--n-samples-per-prompt --global-batch-size",
-    "grpo.tasks_per_step": "--rollout-batch-size --global-batch-size --num-steps-per-rollout",
-    "grpo.clip_low": "--eps-clip",
-    "grpo.clip_high": "--eps-clip-high",
-    "grpo.kl_coef": "--use-kl-loss --kl-loss-coef",
-    "grpo.kl_type": "--kl-loss-type",
-    "trainer.lr": "--lr",
-    "trainer.warmup_steps": "--lr-warmup-iters --lr-warmup-init",
-    "trainer.schedule": "--lr-decay-style",
-    "trainer.adam_beta2": "--adam-beta2",
-    "trainer.weight_decay": "--weight-decay",
-    "trainer.max_grad_norm": "--clip-grad",
-    "trainer.micro_batch_tokens": "--max-tokens-per-gpu",
-    "trainer.save_every": "--save-interval",
-    "eval.samples": "--n-samples-per-eval-prompt",
-    "eval.every": "--eval-interval",
+_OPTIONS = {
+    "run_dir": ("--custom-config-path", "--save", "--load"),
+    "steps": ("--num-rollout",),
+    "seed": ("--seed", "--rollout-seed"),
+    "model.name": ("--hf-checkpoint", "--ref-load"),
+    "tasks.passes": ("--num-rollout",),
+    "tasks.heldout": ("--eval-prompt-data",),
+    "tasks.heldout_share": ("--eval-prompt-data",),
+    "tasks.dataset": ("--load-debug-rollout-data",),
+    "sampling.temperature": ("--rollout-temperature",),
+    "sampling.eval_temperature": ("--eval-temperature",),
+    "sampling.max_new_tokens": ("--rollout-max-response-len",),
+    "engine.context_length": ("--rollout-max-context-len", "--sglang-context-length"),
+    "rollout.max_staleness": ("--colocate", "--rollout-function-path", "--update-weights-interval"),
+    "grpo.group_size": ("--n-samples-per-prompt", "--global-batch-size"),
+    "grpo.tasks_per_step": ("--rollout-batch-size", "--global-batch-size", "--num-steps-per-rollout"),
+    "grpo.clip_low": ("--eps-clip",),
+    "grpo.clip_high": ("--eps-clip-high",),
+    "grpo.kl_coef": ("--use-kl-loss", "--kl-loss-coef"),
+    "grpo.kl_type": ("--kl-loss-type",),
+    "trainer.lr": ("--lr",),
+    "trainer.warmup_steps": ("--lr-warmup-iters", "--lr-warmup-init"),
+    "trainer.schedule": ("--lr-decay-style",),
+    "trainer.adam_beta2": ("--adam-beta2",),
+    "trainer.weight_decay": ("--weight-decay",),
+    "trainer.max_grad_norm": ("--clip-grad",),
+    "trainer.micro_batch_tokens": ("--max-tokens-per-gpu",),
+    "trainer.save_every": ("--save-interval",),
+    "eval.samples": ("--n-samples-per-eval-prompt",),
+    "eval.every": ("--eval-interval",),
 }
+"""Setting -> the options of SLiME that it decides."""
 _BY_ROLLOUTS = (
     *("tasks.source", "tasks.train", "tasks.registry", "tasks.split", "tasks.map"),
     *("tasks.repositories", "tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
@@ -48,14 +52,14 @@ _BY_ROLLOUTS = (
     *("rollout.verifier_timeout_s", "rollout.total_timeout_s", "rollout.retries", "rollout.max_lost_share"),
 )
 _OWN_ENGINE = "it starts SGLang engines itself"
-_ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains adapters"
-_OWN_TRACKERS = "it has trackers of its own; `slime.args` takes `--use-wandb`"
+_ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains LoRA adapters"
+_OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
-    "grpo.dynamic_sampling": "`slime.dynamic_sampling` has SLiME do it",
-    "grpo.max_tries": "`slime.dynamic_sampling` has SLiME do it",
-    "trainer.compile": "Megatron has kernels of its own",
-    "trainer.offload": "Megatron's recomputation is set by `slime.args`",
-    "trainer.max_skipped_steps": "Megatron skips such updates and goes on",
+    "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
+    "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
+    "trainer.compile": "Megatron has its own kernels",
+    "trainer.offload": "set Megatron's recomputation in `slime.args`",
+    "trainer.max_skipped_steps": "Megatron skips such updates without a limit",
     "trainer.keep_last": "it keeps all checkpoints",
     "trainer.keep_best": "it keeps all checkpoints",
     "tracker.wandb": _OWN_TRACKERS,
@@ -69,40 +73,40 @@ _IGNORED = {
     "engine.retry_s": _OWN_ENGINE,
     "engine.launch": _OWN_ENGINE,
     "engine.command": _OWN_ENGINE,
-    "engine.memory_share": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.args": f"{_OWN_ENGINE}; `slime.args` takes SGLang's arguments",
-    "engine.max_batch": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-max-running-requests`",
-    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.kv_cache_gb": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-mem-fraction-static`",
-    "engine.deterministic": f"{_OWN_ENGINE}; `slime.args` takes `--sglang-enable-deterministic-inference`",
+    "engine.memory_share": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.args": f"{_OWN_ENGINE}; set SGLang's arguments in `slime.args`",
+    "engine.max_batch": f"{_OWN_ENGINE}; set `--sglang-max-running-requests` in `slime.args`",
+    "engine.prefix_cache_mb": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.kv_cache_gb": f"{_OWN_ENGINE}; set `--sglang-mem-fraction-static` in `slime.args`",
+    "engine.deterministic": f"{_OWN_ENGINE}; set `--sglang-enable-deterministic-inference` in `slime.args`",
 }
-_OWN_ALGORITHM = "there only the settings of `grpo.algorithm` `grpo` hold"
+_OWN_ALGORITHM = "it supports only the defaults of `grpo.algorithm` `grpo`"
 _AS_GRPO = (
     *("algorithm", "advantage", "aggregation", "constant_length", "ratio", "correction", "correction_cap"),
     *("zero_variance", "overlong", "overlong_length", "overlong_buffer"),
 )
-"""Settings of `grpo` that are heeded as long as they say what they say by themselves."""
-_AS_SLIME = Carried("SLiME itself, which trains all weights")
-_LORA = {"trainer.lora_r": "--lora-rank", "trainer.lora_alpha": "--lora-alpha"}
+"""Settings of `grpo` that are supported as long as they have the defaults of the algorithm `grpo`."""
+_AS_SLIME = Supported("SLiME itself, which trains all weights")
+_LORA_OPTIONS = {"trainer.lora_r": ("--lora-rank",), "trainer.lora_alpha": ("--lora-alpha",)}
 
 
-def fate(key: str, config: RunConfig) -> Support:
-    """By the setting's dotted key. Those of the section `slime` are options of the launch itself."""
+def support(key: str, config: RunConfig) -> Support:
+    """Return the support for the setting with this dotted key, which is not one of the section `slime`."""
     if config.tasks.source == "recorded" and key in ("tasks.heldout", "tasks.heldout_share", "rollout.max_staleness"):
         return Ignored("recorded samples are trained on without engines")
     if key in _BY_ROLLOUTS:
-        return Carried("rollouts")
+        return Supported("rollouts")
     section, _, name = key.partition(".")
     if section == "grpo" and name in _AS_GRPO:
         as_grpo = config.grpo.model_dump()[name] == GRPOConfig().model_dump()[name]
-        return Carried("--advantage-estimator") if as_grpo else Ignored(_OWN_ALGORITHM)
+        return Supported("--advantage-estimator") if as_grpo else Ignored(_OWN_ALGORITHM)
     if key == "trainer.method":
         return _method(config)
-    if key in _LORA:
-        return Carried(_LORA[key]) if config.slime.flavour == "miles" else Ignored(_ALL_WEIGHTS)
+    if key in _LORA_OPTIONS:
+        return Supported(" ".join(_LORA_OPTIONS[key])) if config.slime.flavour == "miles" else Ignored(_ALL_WEIGHTS)
     if key == "model.dtype":
-        return Ignored("it trains in bfloat16") if config.model.dtype == "float32" else Carried("--bf16")
-    return Ignored(_IGNORED[key]) if key in _IGNORED else Carried(_CARRIED[key])
+        return Ignored("it trains in bfloat16") if config.model.dtype == "float32" else Supported("--bf16")
+    return Ignored(_IGNORED[key]) if key in _IGNORED else Supported(" ".join(_OPTIONS[key]))
 
 
 def _method(config: RunConfig) -> Support:
@@ -111,10 +115,10 @@ def _method(config: RunConfig) -> Support:
         return Ignored("it trains in bfloat16")
     if method == "full":
         return Ignored("Miles trains adapters here; `--slime.flavour slime` trains all weights") if miles else _AS_SLIME
-    return Carried("--lora-rank") if miles else Ignored(_ALL_WEIGHTS)
+    return Supported("--lora-rank") if miles else Ignored(_ALL_WEIGHTS)
 
 
 def setting_of(option: str) -> str | None:
-    """The setting that decides an option of SLiME's, if one does. Argparse takes a beginning for the whole."""
-    carried = _CARRIED | _LORA
-    return next((key for key in carried if any(own.startswith(option) for own in carried[key].split())), None)
+    """Return the setting that decides this option of SLiME, or None. Argparse accepts abbreviated options."""
+    options = _OPTIONS | _LORA_OPTIONS
+    return next((key for key in options if any(own.startswith(option) for own in options[key])), None)

@@ -37,7 +37,7 @@ from dockyard.types import Group, Rollout, Task
 
 
 def run_folder(args: Any) -> Path:
-    """The run that `--custom-config-path` names."""
+    """Return the folder of the run that `--custom-config-path` names."""
     try:
         return Path(args.dockyard_run)
     except AttributeError:
@@ -46,40 +46,40 @@ def run_folder(args: Any) -> Path:
 
 
 def run_config(args: Any) -> RunConfig:
-    """The settings of that run."""
+    """Return the settings of that run."""
     return load_run_config(settings_file(run_folder(args)), [])
 
 
 def check_agreement(args: Any, config: RunConfig) -> None:
-    """Refuse arguments that somebody changed by hand: rollouts follow the run's settings, and SLiME would not."""
-    for option, told, setting, value in (
+    """Refuse manually changed arguments: rollouts would follow the run's settings, and SLiME the arguments."""
+    for option, given, setting, value in (
         ("--rollout-batch-size", args.rollout_batch_size, "grpo.tasks_per_step", config.grpo.tasks_per_step),
         ("--n-samples-per-prompt", args.n_samples_per_prompt, "grpo.group_size", config.grpo.group_size),
         ("--rollout-temperature", args.rollout_temperature, "sampling.temperature", config.sampling.temperature),
     ):
-        if told != value:
-            hint = f"change `{setting}` in the run file, and start SLiME by `dockyard backend slime`"
-            raise UsageError(f"SLiME was started with `{option} {told}`; the run's `{setting}` is {value}", hint=hint)
+        if given != value:
+            hint = f"change `{setting}` in the run file, and start SLiME with `dockyard backend slime`"
+            raise UsageError(f"SLiME was started with `{option} {given}`; the run's `{setting}` is {value}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerKey:
-    """Rollouts with the same are made together."""
+    """Identifies a worker. Calls with equal keys share it."""
 
     run: Path
     router_url: str
     model: str
-    """The folder that holds its tokenizer."""
+    """The folder with its tokenizer."""
     context_length: int
     num_steps: int
     adapter: str | None = None
-    """The LoRA adapter that the engines are to sample from."""
+    """The LoRA adapter that the engines sample from."""
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """Read from SLiME's arguments, once its router is up."""
+        """Read the key from SLiME's arguments. Its router must be running."""
         if args.rollout_max_context_len is None:
-            hint = "`--engine.context_length N`: the tokens of prompt and answer together"
+            hint = "set `--engine.context_length N`, the tokens of prompt and answer together"
             raise UsageError("SLiME was started without `--rollout-max-context-len`", hint=hint)
         return cls(
             run=run_folder(args),
@@ -116,41 +116,41 @@ _CLOSE_S = 60.0
 
 
 class RolloutWorker:
-    """At work from the first call until `close`."""
+    """Makes rollouts on its own thread, from construction until `close`."""
 
-    def __init__(self, post: WorkerKey) -> None:
+    def __init__(self, key: WorkerKey) -> None:
         hush()
-        self._post = post
-        self.run = RunDir.join(post.run)
+        self._key = key
+        self.run = RunDir.join(key.run)
         self.config = self.run.config
-        self.renderer = Renderer.load(find_model(post.model, weights=False), self.config.model.name)
-        self._tasks = read_task_list(post.run)
-        self._begun: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
+        self.renderer = Renderer.load(find_model(key.model, weights=False), self.config.model.name)
+        self._tasks = read_task_list(key.run)
+        self._started: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
         self._working: set[asyncio.Task[Any]] = set()
         self._is_training = False
         self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
         self._opened: Future[RolloutPool] = Future()
-        # A daemon: a process that ends without `close` must not wait for rollouts that nobody wants.
-        self._thread = threading.Thread(target=self._work, name="dockyard-crew", daemon=True)
+        # A daemon: a process that exits without `close` must not wait for unfinished rollouts.
+        self._thread = threading.Thread(target=self._work, name="dockyard-rollouts", daemon=True)
         self._thread.start()
         self._pool = self._opened.result()
         atexit.register(self.close)
 
     def collect(self, step: int, *, ahead: int = 0) -> tuple[Group, ...]:
-        """The groups of a step. Those of so many steps after it are begun as well."""
+        """Return the groups of a step. The rollouts of the next `ahead` steps are started as well."""
         return self._submit(self._collect(step, ahead)).result()
 
     def evaluate(self, rollout_id: int) -> tuple[Group, ...]:
-        """The held-out tasks. SLiME gives the evaluations before and after the first step the same number."""
+        """Attempt the held-out tasks. SLiME gives the evaluations before and after the first step the same number."""
         num_updates = rollout_id + 1 if self._is_training else rollout_id
-        return self._submit(self._pool.collect(self._eval_order(num_updates), _unseen)).result()
+        return self._submit(self._pool.collect(self._eval_order(num_updates), _show_nothing)).result()
 
     async def attempt(self, task: str, group: int, index: int, *, evaluation: bool) -> Rollout:
-        """One rollout, from any event loop. Cancelling this cancels it."""
+        """Make one rollout, from any event loop. Cancelling this cancels the rollout."""
         return await asyncio.wrap_future(self._submit(self._attempt(task, group, index, evaluation)))
 
     def close(self) -> None:
-        """Cancel what is under way, and wait until its environments are gone."""
+        """Cancel running rollouts and wait until their environments are removed."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -159,17 +159,17 @@ class RolloutWorker:
     def _work(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except BaseException as error:  # whoever waits for the start hears of it there
+        except BaseException as error:  # the caller that waits for the start gets it there
             if self._opened.done():
                 logger.exception("rollouts for SLiME ended")
             else:
                 self._opened.set_exception(error)
-        finally:  # as the process ends, no thread can be started any more: so not by `asyncio.run`
+        finally:  # not by `asyncio.run`: at exit no thread can be started any more
             self._loop.close()
 
     async def _serve(self) -> None:
         async with (
-            open_router(self._post) as engine,
+            open_router(self._key) as engine,
             open_pool(self.config, self.run, engine, self.renderer) as pool,
         ):
             self._opened.set_result(pool)
@@ -180,11 +180,11 @@ class RolloutWorker:
 
     def _submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         async def working() -> T:
-            return await self._begin(work)
+            return await self._start(work)
 
         return asyncio.run_coroutine_threadsafe(working(), self._loop)
 
-    def _begin[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
@@ -192,17 +192,17 @@ class RolloutWorker:
 
     async def _collect(self, step: int, ahead: int) -> tuple[Group, ...]:
         self._is_training = True
-        for early in [step, *range(step + 1, min(step + ahead + 1, self._post.num_steps))]:
-            if early not in self._begun:
-                self._begun[early] = self._begin(self._pool.collect(self._order(early), _unseen))
-        return await self._begun.pop(step)
+        for early in [step, *range(step + 1, min(step + ahead + 1, self._key.num_steps))]:
+            if early not in self._started:
+                self._started[early] = self._start(self._pool.collect(self._order(early), _show_nothing))
+        return await self._started.pop(step)
 
     async def _attempt(self, task: str, group: int, index: int, evaluation: bool) -> Rollout:
         self._is_training = self._is_training or not evaluation
         sampling, phase = self.config.sampling, EVAL if evaluation else ROLLOUTS
         attempt = Attempt(
             name=f"{phase}-{group:03}-{index:02}",
-            task=self._named(task),
+            task=self._task_named(task),
             group=group,
             index=index,
             seed=rollout_seed(self.config.seed, phase, group, index),
@@ -234,7 +234,7 @@ class RolloutWorker:
 
     def _eval_order(self, num_updates: int) -> Order:
         if not self._tasks.heldout:
-            hint = "`--tasks.heldout DIR` names some; without `--eval-interval` SLiME evaluates nothing"
+            hint = "set `--tasks.heldout DIR`, or remove `--eval-interval`, without which SLiME does not evaluate"
             raise DockyardError("the run has no held-out tasks to evaluate", hint=hint)
         return Order(
             phase=eval_phase(num_updates),
@@ -246,14 +246,14 @@ class RolloutWorker:
             retry_lost=True,
         )
 
-    def _named(self, name: str) -> Task:
+    def _task_named(self, name: str) -> Task:
         tasks = [*self._tasks.train, *self._tasks.heldout]
         found = next((task for task in tasks if task.name == name), None)
         if found is None:
-            hint = "`--data-source-path dockyard.backends.slime.hooks.SlimeDataSource` gives out the run's own"
+            hint = "start SLiME with `--data-source-path dockyard.backends.slime.hooks.SlimeDataSource`"
             raise DockyardError(f"the run has no task `{name}`", hint=hint)
         return found
 
 
-def _unseen(_: Rollout) -> None:
-    """SLiME has its own display of progress."""
+def _show_nothing(_: Rollout) -> None:
+    """SLiME shows its own progress."""

@@ -1,1 +1,1 @@
-"""Harbor's agents: what each needs, and how each reaches the gateway."""
+"""Harbor's agents: what each one needs, and how it is connected to the gateway."""

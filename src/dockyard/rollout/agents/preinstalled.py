@@ -1,7 +1,7 @@
-"""Harbor's agents without their network installers: derived classes that first look for the program in the image.
+"""Classes derived from Harbor's agents that use the program in the image instead of Harbor's installer.
 
-Harbor imports agents by `module:Class`, so this module makes a class when its name is asked for: `QwenCoder` uses
-Harbor's installer where the image has no `qwen`, `QwenCoderNever` fails there with `AgentMissingError`.
+Harbor imports agents by `module:Class`, so this module creates a class when its name is accessed: `QwenCoder` runs
+Harbor's installer if the image has no `qwen`, `QwenCoderNever` raises `AgentMissingError` instead.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -21,15 +21,15 @@ _MISSING = 127
 _NEVER = "Never"
 _log = logging.getLogger(__name__)
 _versions: dict[tuple[str, str], str] = {}
-"""By agent and image, as seen in this process: asking a program takes up to seconds, in every rollout."""
+"""Versions by agent and image. Cached per process, because asking a program can take seconds."""
 
 
 class AgentMissingError(RuntimeError):
-    """The image has no such program, and the run may not install it."""
+    """The image does not have the program, and the run may not install it."""
 
 
 class Preinstalled(BaseAgent):
-    """Put before a Harbor class, whose installer then runs only where it has to."""
+    """A mixin for Harbor's agent classes that runs their installer only if necessary."""
 
     program: ClassVar[Program]
     may_install: ClassVar[bool]
@@ -42,14 +42,14 @@ class Preinstalled(BaseAgent):
         await super().setup(environment)
 
     async def install(self, environment: BaseEnvironment) -> None:
-        """Called by the setup of agents that Harbor installs, and only by that."""
+        """Called only by the setup of agents that Harbor installs."""
         if self._found:
             return
-        _log.info("%s: Harbor's installer runs, as %s", self.name(), self._missing(environment))
+        _log.info("%s: running Harbor's installer, because %s", self.name(), self._missing(environment))
         await cast(BaseInstalledAgent, super()).install(environment)
 
     async def _find(self, environment: BaseEnvironment) -> bool:
-        """Whether the program is there, in the version asked for if one is. One command does it all."""
+        """Whether the program exists, in the requested version if there is one. Needs one command."""
         known = (self.name(), _image(environment))
         wanted = self.version()
         ask = ":" if known in _versions else self._version_command()
@@ -86,7 +86,7 @@ def _image(environment: BaseEnvironment) -> str:
 
 
 def class_name(agent: str, *, may_install: bool) -> str:
-    """What this module calls the class for an agent that has a program in the table."""
+    """Return the name of this module's class for an agent that has a program in the table."""
     return "".join(map(str.capitalize, agent.split("-"))) + ("" if may_install else _NEVER)
 
 

@@ -1,4 +1,4 @@
-"""Every agent's row: from the table, or derived from what its Harbor class declares. `dockyard agents` lists them."""
+"""The row of each agent: from the table, or derived from its Harbor class. `dockyard agents` lists them."""
 
 import importlib
 import io
@@ -29,17 +29,17 @@ FORMATS = {
     AgentDialect.MESSAGES: ModelApiFormat.ANTHROPIC_MESSAGES,
     AgentDialect.RESPONSES: ModelApiFormat.OPENAI_RESPONSES,
 }
-"""Harbor's word for each dialect; the first that an agent speaks is taken."""
+"""Dialect -> Harbor's name for it. The first that an agent supports is used."""
 _TURN_LIMITS = ("max_turns", "max_iterations", "max_steps", "max_agent_steps", "max_model_steps")
 
 
 def canonical(name: str) -> str:
-    """The agent's own name."""
+    """Return the agent's own name for an alias."""
     return OTHER_NAMES.get(name, name)
 
 
 def agent_names() -> list[str]:
-    """Every name that is an agent's."""
+    """Return all agent names."""
     return sorted(AgentName.values() | ROWS.keys())
 
 
@@ -49,18 +49,18 @@ def is_custom(name: str) -> bool:
 
 
 def asks_no_model(agent: AgentConfig) -> bool:
-    """Whether the agent only runs the task's solution, or nothing."""
+    """Whether the agent makes no model calls: it runs the task's solution, or nothing."""
     return row_of(agent.name).dialect is AgentDialect.NONE
 
 
 def must_ask(agent: AgentConfig) -> bool:
-    """Whether the agent can do nothing without its model. Of one that is somebody's own we cannot know."""
+    """Whether the agent cannot work without a model call. Unknown, so False, for custom agents."""
     return not is_custom(agent.name) and not asks_no_model(agent)
 
 
 @cache
 def row_of(name: str) -> AgentRow:
-    """The row of an agent that is known, or of a `module:Class` that can be imported."""
+    """Return the row of a known agent, or of an importable `module:Class`."""
     name = "acp" if name.startswith("acp:") else canonical(name)
     if name in ROWS:
         return ROWS[name]
@@ -70,7 +70,7 @@ def row_of(name: str) -> AgentRow:
 
 
 def class_of(name: str) -> type[BaseAgent]:
-    """The class of an agent that is known, or that can be imported."""
+    """Return the class of a known agent, or of an importable `module:Class`."""
     if name == "shell":
         return ShellAgent
     if is_custom(name):
@@ -79,20 +79,20 @@ def class_of(name: str) -> type[BaseAgent]:
 
 
 def imported(path: str) -> object:
-    """What a `module:Class` names; None when the module has no such name."""
+    """Import a `module:Class`. Return None if the module has no such name."""
     module, _, name = path.partition(":")
     return vars(importlib.import_module(module)).get(name)
 
 
 def derived_row(agent: type[BaseAgent]) -> AgentRow:
-    """What the class declares: whether it takes a base URL, what it speaks, how its turns are limited."""
+    """Derive a row from the class: whether it takes a base URL, its dialect, and its turn limit."""
     connection = agent.MODEL_CONNECTION
     if connection is None or not agent.capabilities.base_url:
-        return AgentRow(refusal="Harbor cannot point it at a base URL")
+        return AgentRow(refusal="Harbor cannot set its base URL")
     spoken = connection.supported_api_formats
     dialect = next((ours for ours, theirs in FORMATS.items() if theirs in spoken), None)
     if spoken and dialect is None:
-        return AgentRow(refusal=f"it speaks {', '.join(spoken)}, which the gateway does not")
+        return AgentRow(refusal=f"it uses {', '.join(spoken)}, which the gateway does not support")
     return AgentRow(
         dialect=dialect or AgentDialect.CHAT,
         inside=issubclass(agent, BaseInstalledAgent),
@@ -100,12 +100,12 @@ def derived_row(agent: type[BaseAgent]) -> AgentRow:
         at_root=dialect is AgentDialect.MESSAGES,
         chooses_dialect=dialect is not None,
         turns=_turn_limit(agent),
-        quirks="" if dialect else "Harbor does not say what it speaks",
+        quirks="" if dialect else "Harbor does not declare its dialect",
     )
 
 
 def custom_row(agent: type[BaseAgent]) -> AgentRow:
-    """As Harbor's own if it takes a base URL; else OpenAI's variables in its environment have to do."""
+    """Derive a row as for Harbor's agents if the class takes a base URL; otherwise set OpenAI's variables."""
     if agent.MODEL_CONNECTION is not None and agent.capabilities.base_url:
         return derived_row(agent)
     return AgentRow(inside=issubclass(agent, BaseInstalledAgent), wiring=Wiring.ENV, turns=_turn_limit(agent))
@@ -117,12 +117,12 @@ def _turn_limit(agent: type[BaseAgent]) -> str | None:
 
 
 VALIDATED = Path(__file__).with_name("validated.json")
-"""Written by the Docker test, and by nothing else: agent -> version, Harbor's version."""
+"""Written only by the Docker test: agent -> its version and Harbor's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """What is shown of one agent."""
+    """One line of `dockyard agents`."""
 
     name: str
     usable: bool
@@ -135,7 +135,7 @@ class Listed:
 
 
 def list_agents(*, as_json: bool) -> str:
-    """The table of agents, as JSON or for a terminal."""
+    """Return the table of agents, as JSON or as text."""
     versions = validated_versions()
     listed = [_listed(name, row_of(name), versions.get(name, "-")) for name in agent_names()]
     if as_json:
@@ -144,7 +144,7 @@ def list_agents(*, as_json: bool) -> str:
 
 
 def validated_versions() -> dict[str, str]:
-    """The version of each agent that a scripted policy drove to reward 1.0 in Docker."""
+    """Return the version of each agent with which a scripted policy reached a reward of 1.0 in Docker."""
     return {name: seen["version"] for name, seen in json.loads(VALIDATED.read_text()).items()}
 
 

@@ -1,6 +1,6 @@
-"""The table of agents, as data: what each Harbor agent needs beyond what its class tells (`rows.py` reads that).
+"""The table of agents: what each Harbor agent needs in addition to what its class declares (see `rows.py`).
 
-Which agents were seen to work, and in which version, is not written here: `validated.json` is the Docker test's.
+The versions that were tested are in `validated.json`, which the Docker test writes.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class AgentDialect(StrEnum):
-    """What an agent speaks to the gateway."""
+    """The API that an agent uses to call the gateway."""
 
     CHAT = "chat"
     MESSAGES = "messages"
@@ -20,29 +20,29 @@ class AgentDialect(StrEnum):
 
 
 class Wiring(StrEnum):
-    """How base URL, key and model name reach an agent."""
+    """How an agent gets its base URL, key and model name."""
 
     HARBOR = "base_url"
-    """Harbor's own option, which its adapter turns into what the program reads."""
+    """By Harbor's own option, which Harbor translates for the program."""
     KWARGS = "kwargs"
-    """Arguments of the agent's constructor."""
+    """By arguments of the agent's constructor."""
     ENV = "env"
-    """Environment variables, for agents that Harbor knows nothing about."""
+    """By environment variables, for custom agents."""
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """An agent's program inside the image, where it makes Harbor's installer unnecessary."""
+    """An agent's program inside the image, which makes Harbor's installer unnecessary."""
 
     executable: str
     """A name on PATH, or an absolute path."""
     path: str = ":"
-    """Shell that Harbor's command runs before the program, for its PATH."""
+    """Shell code that sets the PATH, as in Harbor's own command."""
     prepare: str = ":"
-    """Shell that leaves what Harbor's command needs besides the program."""
+    """Shell code that creates the other files that Harbor's command needs."""
     version: str | None = None
-    """Shell that prints the version. None takes Harbor's own, which may be slow or need its installer's traces."""
+    """Shell code that prints the version. None: Harbor's own, which may be slow or depend on its installer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,48 +51,48 @@ class AgentRow:
 
     dialect: AgentDialect = AgentDialect.CHAT
     inside: bool = True
-    """Its model calls come from inside the environment; else from our process."""
+    """Whether its model calls come from inside the environment; otherwise from this process."""
     wiring: Wiring = Wiring.HARBOR
     provider: str = "openai"
-    """What goes before the model's name, as LiteLLM has it. Empty: nothing."""
+    """Prefix of the model name, as in LiteLLM. Empty: no prefix."""
     at_root: bool = False
-    """Its base URL is the gateway's root, to which it adds `/v1` itself."""
+    """Whether its base URL is the gateway's root, to which it appends `/v1` itself."""
     chooses_dialect: bool = True
-    """Harbor can be told which dialect it is to speak."""
+    """Whether Harbor can set its dialect."""
     url_kwarg: str = ""
-    """Wired by kwargs: the one that takes the base URL."""
+    """With `Wiring.KWARGS`: the argument for the base URL."""
     key_name_kwarg: str = ""
-    """Wired by kwargs: the one, if any, that takes the name of the key's variable."""
+    """With `Wiring.KWARGS`: the argument for the name of the key's variable, if there is one."""
     program: Program | None = None
-    """None: its installer always runs, or it needs nothing in the image."""
+    """None: its installer always runs, or it needs no program in the image."""
     turns: str | None = None
-    """The constructor's word for `agent.max_turns`. None: it has no such limit."""
+    """The constructor argument for `agent.max_turns`. None: it has no such limit."""
     limits_setup: bool = True
-    """Harbor can hand it the time limit of its setup; else Harbor's own limit holds."""
+    """Whether Harbor accepts a time limit for its setup; otherwise Harbor's own limit applies."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Mostly to remove side calls: telemetry, price lists, updates, titles, small models."""
+    """Environment variables, mostly to disable telemetry, price lists, updates, titles and calls of small models."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     quirks: str = ""
     refusal: str = ""
-    """Why it cannot be used here. Empty: it can."""
+    """Why it cannot be used. Empty: it can."""
 
 
 LOCAL_BIN = 'export PATH="$HOME/.local/bin:$PATH"'
 NVM = "if [ -s ~/.nvm/nvm.sh ]; then . ~/.nvm/nvm.sh; fi"
 NO_PRICE_LIST = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-"""LiteLLM would fetch one when it is imported."""
+"""LiteLLM would download one on import."""
 CODEX_CONFIG: Mapping[str, Any] = {
-    # At a base URL of OpenAI's own provider it first tries, for seconds, what only OpenAI serves.
+    # With the provider `openai` it first spends seconds on endpoints that only OpenAI serves.
     "model_provider": "gateway",
     "model_providers": {"gateway": {"name": "gateway", "wire_api": "responses", "env_key": "OPENAI_API_KEY"}},
     "analytics": {"enabled": False},
     "check_for_update_on_startup": False,
-    "features": {"plugins": False},  # their catalogue is fetched at each start
+    "features": {"plugins": False},  # their catalogue would be downloaded at each start
 }
 
 
 def _version_of(package: str, python: str) -> str:
-    """Asked of the installed package: the program itself would take seconds to start."""
+    """Read the version from the installed package, because the program takes seconds to start."""
     return f"""{python} -c 'from importlib.metadata import version; print(version("{package}"))'"""
 
 
@@ -107,7 +107,7 @@ ROWS: Mapping[str, AgentRow] = {
         provider="",
         url_kwarg="gateway_url",
         turns="max_turns",
-        quirks="ours, for small models: one fenced command per reply",
+        quirks="part of Dockyard, for small models: one fenced command per reply",
     ),
     "oracle": AgentRow(
         dialect=AgentDialect.NONE,
@@ -120,9 +120,9 @@ ROWS: Mapping[str, AgentRow] = {
         inside=False,
         program=Program(executable="tmux"),
         turns="max_turns",
-        # A summary would replace the history, and a recording needs asciinema in the image.
+        # A summary would replace the history; a recording needs asciinema in the image.
         kwargs={"enable_summarize": False, "record_terminal_session": False, "suppress_max_turns_warning": True},
-        quirks="no tools: commands are JSON in the text; has to say twice that it is done",
+        quirks="no tools: commands are JSON in the text; must confirm twice that it is done",
     ),
     "mini-swe-agent": AgentRow(
         program=Program(
@@ -131,7 +131,7 @@ ROWS: Mapping[str, AgentRow] = {
             version=_version_of("mini-swe-agent", _python_of("mini-swe-agent")),
         ),
         env={**NO_PRICE_LIST, "MSWEA_SILENT_STARTUP": "1"},
-        quirks="drops a turn without a valid call; three in a row end it",
+        quirks="drops turns without a valid call; stops after three in a row",
     ),
     "qwen-coder": AgentRow(
         program=Program(
@@ -140,7 +140,7 @@ ROWS: Mapping[str, AgentRow] = {
             prepare="mkdir -p ~/.nvm ~/.qwen && touch ~/.nvm/nvm.sh && { [ -e ~/.qwen/settings.json ] || "
             """echo '{"privacy": {"usageStatisticsEnabled": false}}' > ~/.qwen/settings.json; }""",
         ),
-        quirks="first prompt of 17k tokens; asks again when a call is cut or malformed; compacts by itself",
+        quirks="first prompt of 17k tokens; retries truncated or malformed calls; compacts automatically",
     ),
     "claude-code": AgentRow(
         dialect=AgentDialect.MESSAGES,
@@ -148,21 +148,21 @@ ROWS: Mapping[str, AgentRow] = {
         at_root=True,
         program=Program(executable="claude", path=LOCAL_BIN),
         turns="max_turns",
-        # The header's block changes between calls; an empty token keeps the host's own login out.
+        # The header changes between calls; an empty token prevents the use of the host's login.
         env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "CLAUDE_CODE_OAUTH_TOKEN": "", "DISABLE_AUTOUPDATER": "1"},
-        quirks="takes an unknown model's window for 1M tokens: set CLAUDE_CODE_MAX_CONTEXT_TOKENS in `agent.env`",
+        quirks="assumes a context of 1M tokens for unknown models: set CLAUDE_CODE_MAX_CONTEXT_TOKENS in `agent.env`",
     ),
     "codex": AgentRow(
         dialect=AgentDialect.RESPONSES,
         program=Program(executable="codex", path=NVM),
         kwargs={"config": CODEX_CONFIG},
-        quirks="ends on a context overflow and on a single 429; compacts only ahead of time",
+        quirks="stops on a context overflow and on a single 429; compacts only before an overflow",
     ),
     "aider": AgentRow(
         program=Program(
             executable="aider",
             path="if [ -f ~/.local/bin/env ]; then . ~/.local/bin/env; fi",
-            # A price list of its own, without which it would fetch one.
+            # Without its own price list it would download one.
             prepare="mkdir -p ~/.local/bin ~/.aider/caches && touch ~/.local/bin/env && "
             """echo '{"policy": {}}' > ~/.aider/caches/model_prices_and_context_window.json""",
             version=_version_of("aider-chat", _python_of("aider")),
@@ -170,14 +170,14 @@ ROWS: Mapping[str, AgentRow] = {
         env={
             **NO_PRICE_LIST,
             "AIDER_ANALYTICS": "false",
-            "AIDER_AUTO_COMMITS": "false",  # each would ask the model for a message
+            "AIDER_AUTO_COMMITS": "false",  # each would call the model for a message
             "AIDER_CHECK_UPDATE": "false",
-            "AIDER_DETECT_URLS": "false",  # it would fetch them, and offer to install a browser
+            "AIDER_DETECT_URLS": "false",  # it would open them and offer to install a browser
             "AIDER_GITIGNORE": "false",
             "AIDER_SHOW_MODEL_WARNINGS": "false",
             "AIDER_SHOW_RELEASE_NOTES": "false",
         },
-        quirks="no tools and no loop: whole files in one reply, in the chat's own format",
+        quirks="no tools and no loop: whole files in one reply, in its own format",
     ),
     "openhands": AgentRow(
         program=Program(
@@ -187,14 +187,14 @@ ROWS: Mapping[str, AgentRow] = {
         ),
         turns="max_iterations",
         env=NO_PRICE_LIST,
-        quirks="needs `openhands.core.main`, which openhands-ai has up to 1.6.0",
+        quirks="needs `openhands.core.main`, which openhands-ai includes up to 1.6.0",
     ),
     "computer-1": AgentRow(
         inside=False, turns="max_turns", limits_setup=False, quirks="needs a desktop and a browser in the image"
     ),
     "openhands-sdk": AgentRow(turns="max_iterations", env=NO_PRICE_LIST),
     "swe-agent": AgentRow(env=NO_PRICE_LIST),
-    "goose": AgentRow(at_root=True, turns="max_turns", quirks="its base URL is a host: it adds `v1/chat/completions`"),
+    "goose": AgentRow(at_root=True, turns="max_turns", quirks="its base URL is a host; appends `v1/chat/completions`"),
     "fabric": AgentRow(
         wiring=Wiring.KWARGS,
         url_kwarg="fabric_model_base_url",
@@ -202,18 +202,18 @@ ROWS: Mapping[str, AgentRow] = {
         turns="fabric_max_turns",
         quirks="needs `fabric_adapter_id` in `agent.kwargs`",
     ),
-    "langgraph": AgentRow(quirks="needs your project as `project_path` in `agent.kwargs`"),
-    "acp": AgentRow(refusal="the agent behind it chooses its own model, and Harbor cannot give that a base URL"),
-    "cline-cli": AgentRow(refusal="Harbor gives it a provider and a key, but no base URL"),
-    "cortex-code": AgentRow(refusal="it talks to Snowflake's service only"),
-    "cursor-cli": AgentRow(refusal="it talks to Cursor's service only"),
-    "devin": AgentRow(refusal="it talks to Devin's service only"),
-    "eve": AgentRow(refusal="its model is named in your project's code, and Harbor cannot give that a base URL"),
-    "junie": AgentRow(refusal="Harbor gives it a provider and a key, but no base URL"),
-    "rovodev-cli": AgentRow(refusal="it talks to Atlassian's service only"),
-    "terminus": AgentRow(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
-    "terminus-1": AgentRow(refusal="Harbor keeps the name of this old agent, but not the agent: take `terminus-2`"),
+    "langgraph": AgentRow(quirks="needs the path of your project as `project_path` in `agent.kwargs`"),
+    "acp": AgentRow(refusal="the agent behind it chooses its own model, for which Harbor cannot set a base URL"),
+    "cline-cli": AgentRow(refusal="Harbor can set its provider and key, but not its base URL"),
+    "cortex-code": AgentRow(refusal="it works with Snowflake's service only"),
+    "cursor-cli": AgentRow(refusal="it works with Cursor's service only"),
+    "devin": AgentRow(refusal="it works with Devin's service only"),
+    "eve": AgentRow(refusal="its model is set in your project's code, for which Harbor cannot set a base URL"),
+    "junie": AgentRow(refusal="Harbor can set its provider and key, but not its base URL"),
+    "rovodev-cli": AgentRow(refusal="it works with Atlassian's service only"),
+    "terminus": AgentRow(refusal="Harbor no longer includes this agent: use `terminus-2`"),
+    "terminus-1": AgentRow(refusal="Harbor no longer includes this agent: use `terminus-2`"),
 }
 
 OTHER_NAMES = {"mini-swe-agent-plus": "mini-swe-agent"}
-"""Names that are accepted with a message."""
+"""Aliases that are accepted with a message."""

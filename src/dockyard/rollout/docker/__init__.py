@@ -1,6 +1,6 @@
-"""The `docker` environment: Harbor's own, with fast starts and stops, a seal, and nothing left behind.
+"""The `docker` environment: Harbor's own, with faster starts and stops, a seal, and complete removal.
 
-An import path instead of the class, so that importing this costs nothing of Harbor's.
+It exports an import path instead of the class, so that importing this package does not import Harbor.
 """
 
 from dockyard.rollout.docker.site import ENVIRONMENT, docker_site

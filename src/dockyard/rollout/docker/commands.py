@@ -28,7 +28,7 @@ from dockyard.rollout.sandbox import transfer
 TIMED_OUT = 124
 KILLED = 137
 MARK = "DOCKYARD_COMMAND"
-"""Whatever a command starts has this variable."""
+"""Environment variable of a command and of every process that it starts."""
 _END_WITHIN_S = 10.0
 _END = """
 for round in 1 2; do
@@ -42,7 +42,7 @@ _CLIENT = re.compile(
     r"|(DOCKER|BUILDX|BUILDKIT|COMPOSE|LD|GLIBC|MALLOC|SSL|XDG|OTEL)_.*|SSH_(AUTH_SOCK|ASKPASS.*)|GO[A-Z]+|.*_PROXY",
     re.IGNORECASE,
 )
-"""What the docker client, Go's library or the loader reads: set for a command, it must not be set for the client."""
+"""Variables that the docker client, Go's library or the loader read: set for the command, never for the client."""
 _ENGINE_SAYS = ("Error response from daemon", "Cannot connect to the Docker daemon")
 
 
@@ -56,12 +56,12 @@ async def run(
     timeout_s: float | None,
     on_output: OutputCallback | None = None,
 ) -> ExecResult:
-    """By bash. SandboxDiedError when the container ended, DockerUnreachableError when the engine did."""
+    """Run a command by bash. Raise SandboxDiedError if the container ended, DockerUnreachableError if Docker did."""
     mark = f"{MARK}={token_hex(8)}"
     args = ["exec", "--env", mark]
     args += ["--workdir", cwd] if cwd else []
     args += ["--user", str(user)] if user is not None else []
-    by_name = {key: value for key, value in env.items() if not _CLIENT.fullmatch(key)}  # values are in no process list
+    by_name = {key: value for key, value in env.items() if not _CLIENT.fullmatch(key)}  # process lists show no values
     args += [arg for key, value in env.items() for arg in ("--env", key if key in by_name else f"{key}={value}")]
     stdout, stderr = Output(), Output()
     try:
@@ -73,7 +73,7 @@ async def run(
             timeout_s=timeout_s,
         )
         code = done.code
-    except TimeoutError:  # not passed on: Harbor would take it for the agent's own time limit
+    except TimeoutError:  # not passed on: Harbor would take it for the agent's time limit
         await _end_inside(container, mark)
         stderr.write(f"\n[killed after {timeout_s:g} s]\n".encode())
         code = TIMED_OUT
@@ -82,13 +82,13 @@ async def run(
         raise
     result = ExecResult(stdout=stdout.text(), stderr=stderr.text(), return_code=code)
     if code == KILLED or (code and any(words in stderr.text() for words in _ENGINE_SAYS)):
-        await require_running(container)  # the words may be the command's own: only the engine's count
+        await require_running(container)  # the command itself may have printed these words, so ask the engine
     if on_output is not None:
-        await _tell(on_output, result)
+        await _forward_output(on_output, result)
     return result
 
 
-async def _tell(on_output: OutputCallback, result: ExecResult) -> None:
+async def _forward_output(on_output: OutputCallback, result: ExecResult) -> None:
     if result.stdout:
         await on_output(result.stdout, "stdout")
     if result.stderr:
@@ -96,7 +96,7 @@ async def _tell(on_output: OutputCallback, result: ExecResult) -> None:
 
 
 async def _end_inside(container: str, mark: str) -> None:
-    """As well as it goes: what hides from this ends at the seal."""
+    """Kill the command's processes as far as they can be found. The seal kills the rest."""
     with suppress(TimeoutError, SandboxDiedError):
         await docker("exec", "--user", "0", container, "sh", "-c", _END, "sh", mark, timeout_s=_END_WITHIN_S)
 
@@ -136,7 +136,7 @@ async def _copy(source: str, target: str, sink: transfer.Download | None = None)
     try:
         done = await docker("cp", source, target, stdout=sink, timeout_s=TRANSFER_TIMEOUT_S)
     except TimeoutError:
-        raise RuntimeError(f"`docker cp {source} {target}`: not done after {TRANSFER_TIMEOUT_S} s") from None
+        raise RuntimeError(f"`docker cp {source} {target}`: did not finish within {TRANSFER_TIMEOUT_S} s") from None
     if done.is_unreachable:
         raise DockerUnreachableError(short(done.stderr))
     if done.code != 0:

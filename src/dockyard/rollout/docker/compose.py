@@ -1,9 +1,9 @@
 """The compose project of one trial: labels, the overlay added to a task's compose files, and the run's network.
 
-Labels name the owner of a container or network, so that a later run can tell which are orphaned. The overlay comes
-before the task's own file, which so overrides it. Containers of a run share one network: on it they reach the outside
-and this machine, not each other. An engine has room for about thirty networks, and creating one takes longer than a
-container.
+Labels name the owner of a container or network, so that a later run can find orphaned ones. The overlay comes before
+the task's own file, so the task's file overrides it. Containers of a run share one network, on which they reach the
+internet and this machine, but not each other. An engine supports about thirty networks, and creating one takes longer
+than creating a container.
 """
 
 import os
@@ -31,12 +31,12 @@ _SEPARATOR = "|"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, told apart from any other that ever had its number."""
+    """A process, identified uniquely even if its pid is reused."""
 
     host: str
     boot: str
     namespace: str
-    """Process numbers mean something only within one."""
+    """The pid namespace, within which a pid is unique."""
     pid: str
     started: str
 
@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def parse(cls, label: str) -> "Owner | None":
-        """None for what we did not write."""
+        """Parse a label. Return None for labels that Dockyard did not write."""
         parts = label.split(_SEPARATOR)
         return cls(*parts) if len(parts) == 5 and parts[3].isdigit() else None
 
@@ -59,7 +59,7 @@ class Owner:
         return _SEPARATOR.join(astuple(self))
 
     def is_gone(self) -> bool:
-        """Certainly ended. False for owners on other hosts, of whom nothing is known here."""
+        """Whether the process has certainly ended. False for owners on other hosts, which cannot be checked."""
         if self.host != socket.gethostname():
             return False
         if self.boot != _boot():
@@ -72,7 +72,7 @@ class Owner:
 
 
 def owner_labels(run: str) -> dict[str, str]:
-    """For everything a run makes."""
+    """Return the labels for everything that a run creates."""
     return {OWNER_LABEL: Owner.current().label, RUN_LABEL: run}
 
 
@@ -93,7 +93,7 @@ def _namespace() -> str:
 
 def _start_time(pid: int) -> str:
     stat = _read(f"/proc/{pid}/stat")
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = stat.rpartition(")")[2].split()  # the process name before it may contain anything
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else _UNKNOWN
 
 
@@ -115,28 +115,28 @@ def _read(path: str) -> str:
 
 
 PRIVATE = ("/tests", "/logs/verifier")
-"""Volumes of their own: a mount point can be neither replaced by a link nor filled through the container's disk."""
-SLEEP = ("sh", "-c", "exec sleep infinity")  # a child named `sleep` could be killed, and the container with it
+"""Mounted as separate volumes: a mount point cannot be replaced by a link or filled through the container's disk."""
+SLEEP = ("sh", "-c", "exec sleep infinity")  # exec: killing a child `sleep` would end the container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
-    """One trial's additions."""
+    """The additions of one trial."""
 
     labels: dict[str, str]
     image: str | None
-    """None: the task's compose file says."""
+    """None: the task's compose file names it."""
     network: str | None
-    """A network of ours, or `none`, or the engine's `bridge`. None: whatever the task and Harbor arrange."""
+    """The run's network, `none`, or the engine's `bridge`. None: the task and Harbor decide."""
     max_processes: int
     resolves: bool = True
-    """Whether names can be looked up at all. Where not, each try would take ten seconds to fail."""
+    """Whether host names can be resolved. If not, a short timeout avoids ten seconds per failed lookup."""
     private: tuple[str, ...] = PRIVATE
 
     def compose(self) -> dict[str, Any]:
         main: dict[str, Any] = {
             "labels": self.labels,
-            "stop_grace_period": "0s",  # PID 1 is a shell, which takes no notice of being asked to stop
+            "stop_grace_period": "0s",  # PID 1 is a shell, which ignores SIGTERM
             "volumes": [{"type": "volume", "target": target} for target in self.private],
         }
         if self.image is None:
@@ -166,13 +166,13 @@ class DockerNetwork:
 
     name: str
     host: str | None
-    """None where the engine is on another machine."""
+    """None if the engine is on another machine."""
     listen: tuple[str, ...]
 
 
 @asynccontextmanager
 async def run_network(mode: Mode, run: str) -> AsyncGenerator[DockerNetwork | None]:
-    """Made for one run. None when its containers have no network at all."""
+    """Create the network of one run and remove it at the end. None if its containers have no network."""
     if mode == "none":
         yield None
         return
@@ -183,12 +183,12 @@ async def run_network(mode: Mode, run: str) -> AsyncGenerator[DockerNetwork | No
         await ask("network", "create", *isolated, *no_talk, *label_args(owner_labels(run)), name)
     except DockerError as error:
         raise DockyardError(
-            f"Docker cannot make a network for the run: {error}", hint="`docker network prune` removes unused ones"
+            f"Docker cannot create a network for the run: {error}", hint="`docker network prune` removes unused ones"
         ) from error
     try:
         yield await _describe(name, mode)
     finally:
-        with suppress(DockerError, DockerUnreachableError):  # the next run's janitor removes it
+        with suppress(DockerError, DockerUnreachableError):  # the next run removes it
             await ask("network", "rm", name)
 
 
@@ -208,7 +208,7 @@ async def _describe(name: str, mode: Mode) -> DockerNetwork:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether this machine has the address, as it does when the engine runs on it."""
+    """Whether this machine has the address. It does if the engine runs on it."""
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
@@ -220,7 +220,7 @@ def _is_ours(address: str) -> bool:
 # pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
 
 
-_PATIENCE_S = 10.0  # a container that comes up after its project was removed would stay
+_PATIENCE_S = 10.0  # a container that appears after its project was removed would remain
 
 
 async def compose(
@@ -233,7 +233,7 @@ async def compose(
     stdin: bytes | None = None,
     timeout_s: float | None = None,
 ) -> ExecResult:
-    """Run `docker compose COMMAND`. With `check`, errors are short and say whether the engine answered at all."""
+    """Run `docker compose COMMAND`. With `check`, raise a short error that says whether the engine answered."""
     done = await docker(
         *("compose", "--project-name", _project(session), "--project-directory", str(folder)),
         *(arg for path in files for arg in ("--file", str(path))),
@@ -252,14 +252,14 @@ async def compose(
 
 
 async def containers(session: str, service: str | None = None) -> list[str]:
-    """Ids, also of those that ended."""
+    """Return the ids of the containers, including stopped ones."""
     filters = ["--filter", f"label={PROJECT_LABEL}={_project(session)}"]
     filters += ["--filter", f"label={SERVICE_LABEL}={service}"] if service else []
     return (await ask("ps", "--all", "--quiet", "--no-trunc", *filters)).split()
 
 
 async def remove(session: str) -> None:
-    """Without compose, which takes longer: for a project that has nothing but containers."""
+    """Remove a project that consists of containers only. This is faster than compose."""
     if found := await containers(session):
         await ask("rm", "--force", "--volumes", *found)
 

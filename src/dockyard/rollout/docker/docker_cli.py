@@ -1,4 +1,4 @@
-"""Runs the `docker` command. Whoever stops waiting for one leaves no process behind on this machine."""
+"""Run the `docker` command. A cancelled or timed-out call leaves no process behind on this machine."""
 
 import asyncio
 import os
@@ -11,8 +11,8 @@ from dockyard.process import Output, Sink
 from dockyard.rollout.blame import DockerUnreachableError
 
 ANSWER_WITHIN_S = 120.0
-"""For what the engine does by itself; builds, pulls and commands inside have limits of their own."""
-_END_WITHIN_S = 10.0  # a client that was asked to end may finish what it told the engine to do
+"""Time limit for the engine's own operations. Builds, pulls and commands in containers have their own limits."""
+_END_WITHIN_S = 10.0  # a client that is asked to stop may finish its request to the engine
 _CHUNK = 1 << 16
 _UNREACHABLE = (
     "cannot connect to the docker daemon",
@@ -28,7 +28,7 @@ class DockerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A command that ended."""
+    """The result of a command."""
 
     code: int
     stdout: str
@@ -36,7 +36,7 @@ class Done:
 
     @property
     def is_unreachable(self) -> bool:
-        """Only for commands of ours: what ran in a container may print whatever it likes."""
+        """Use only for commands of the client itself: a program in a container may print anything."""
         return self.code != 0 and any(sign in self.stderr.lower() for sign in _UNREACHABLE)
 
 
@@ -49,9 +49,9 @@ async def docker(
     timeout_s: float | None = None,
     patience_s: float = 0.0,
 ) -> Done:
-    """Run `docker ARGS`. TimeoutError when it takes too long; then, as when cancelled, its process is ended.
+    """Run `docker ARGS`. Raise TimeoutError after `timeout_s`. The process is ended then, and on cancellation.
 
-    `patience_s` is how long it may first go on: what the engine was told to make appears even if nobody waits for it.
+    `patience_s` is how long it may continue before it is ended: what the engine was asked to create would still appear.
     """
     out, err = Output(), Output()
     try:
@@ -62,7 +62,7 @@ async def docker(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=env,
-            start_new_session=True,  # compose is a child of `docker`: both must go together, and not by Ctrl-C
+            start_new_session=True,  # compose is a child of `docker`: both must end together, and not by Ctrl-C
         )
     except FileNotFoundError as error:
         raise DockerUnreachableError("there is no `docker` command on PATH") from error
@@ -81,12 +81,12 @@ async def docker(
 
 
 async def ask(*args: str, stdin: bytes | None = None) -> str:
-    """What the engine answers. DockerError when it refuses, DockerUnreachableError when it does not answer."""
+    """Return the engine's answer. Raise DockerError if it refuses, DockerUnreachableError if it does not answer."""
     try:
         done = await docker(*args, stdin=stdin, timeout_s=ANSWER_WITHIN_S)
     except TimeoutError:
-        await _require_answer()  # what takes long may be the doing of an agent, with a million files
-        raise DockerError(f"`docker {args[0]}` was not done after {ANSWER_WITHIN_S:g} s") from None
+        await _require_answer()  # an agent may have caused the delay, for example with a million files
+        raise DockerError(f"`docker {args[0]}` did not finish within {ANSWER_WITHIN_S:g} s") from None
     if done.is_unreachable:
         raise DockerUnreachableError(short(done.stderr))
     if done.code != 0:
@@ -98,13 +98,13 @@ async def _require_answer() -> None:
     try:
         done = await docker("version", timeout_s=_END_WITHIN_S)
     except TimeoutError:
-        raise DockerUnreachableError(f"`docker version` had no answer after {_END_WITHIN_S:g} s") from None
+        raise DockerUnreachableError(f"`docker version` got no answer within {_END_WITHIN_S:g} s") from None
     if done.code != 0:
         raise DockerUnreachableError(short(done.stderr))
 
 
 def short(text: str, num_lines: int = 1) -> str:
-    """The last lines, which say what went wrong."""
+    """Return the last lines, which usually contain the error."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-num_lines:])
 
@@ -119,7 +119,7 @@ async def _feed(pipe: asyncio.StreamWriter | None, data: bytes | None) -> None:
 
 
 async def _pump(pipe: asyncio.StreamReader | None, sink: Sink, pid: int) -> None:
-    """A sink that answers True has enough: the command is ended, and what it still had to say read."""
+    """Copy output to the sink. When the sink returns True, kill the command and read the rest of its output."""
     assert pipe is not None
     while data := await pipe.read(_CHUNK):
         if sink.write(data):

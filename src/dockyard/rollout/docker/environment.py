@@ -1,7 +1,7 @@
-"""The `docker` environment as Harbor sees it: Harbor's own with the slow parts taken out and a seal put in.
+"""The `docker` environment: derived from Harbor's, without its slow parts and with a seal.
 
-What differs for a task: a command that takes too long has return code 124 instead of ending the trial, its output and
-errors come apart, links are not downloaded, and a Dockerfile's image is kept for the next trial.
+Differences for a task: a command that times out returns code 124 instead of ending the trial, stdout and stderr are
+separate, links are not downloaded, and the image built from a Dockerfile is kept for the next trial.
 """
 
 # pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
@@ -39,7 +39,7 @@ _DONE = ExecResult(return_code=0)
 
 
 class DockerEnvironment(HarborDocker):
-    """For `environment.import_path`. One container per trial, or those of the task's compose file."""
+    """For `environment.import_path`. One container per trial, or the containers of the task's compose file."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DockerEnvironment(HarborDocker):
         seal_level: Seal = "standard",
         **kwargs: Any,
     ) -> None:
-        """`network_name` is the run's own network, which tasks without a compose file share."""
+        """`network_name` is the run's network, which tasks without a compose file share."""
         if network == "gateway" and network_name is None:
             raise ValueError("`network` is `gateway`, but there is no `network_name`")
         self._run = run
@@ -65,9 +65,9 @@ class DockerEnvironment(HarborDocker):
         self._image: DockerImage | None = None
         self._main: str | None = None
         self._overlay = tempfile.TemporaryDirectory(prefix="dockyard-docker-")
-        if network != "auto":  # then the run's word stands for the task's
+        if network != "auto":  # the run's setting replaces the task's
             kwargs |= {"network_policy": None, "phase_network_policies": ()}
-        unique = f"{run}-{token_hex(4)}-{session_id}"  # trial names repeat, across runs and across tries
+        unique = f"{run}-{token_hex(4)}-{session_id}"  # trial names repeat across runs and retries
         super().__init__(*args, session_id=unique, environment_dir=environment_dir, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
     @property
@@ -92,7 +92,7 @@ class DockerEnvironment(HarborDocker):
     def _requires_egress_control(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, startup_network_policy: NetworkPolicy, phase_network_policies: Sequence[NetworkPolicy]
     ) -> bool:
-        """A task that never has a network needs no sidecar of Harbor's to keep it from one."""
+        """A task without any network does not need Harbor's sidecar, which restricts network access."""
         modes = {policy.network_mode for policy in (startup_network_policy, *phase_network_policies)}
         if modes == {NetworkMode.NO_NETWORK} and not self._is_composed:
             return False
@@ -100,11 +100,11 @@ class DockerEnvironment(HarborDocker):
 
     @override
     def _validate_daemon_mode(self) -> None:
-        """Asked once per run, not by a blocking call in each trial."""
+        """Checked once per run instead of by a blocking call in each trial."""
 
     @override
     async def _validate_image_os(self, image_name: str) -> None:
-        """The engine refuses an image of another system by itself."""
+        """The engine itself refuses an image for another operating system."""
 
     @property
     @override
@@ -121,8 +121,8 @@ class DockerEnvironment(HarborDocker):
     async def start(self, force_build: bool) -> None:
         if self._is_composed and self._network in ("none", "gateway"):
             raise SandboxBuildFailedError(
-                f"`{self.environment_name}` has a {COMPOSE_FILE_NAME} with networks of its own, which "
-                f"`environment.network = {self._network}` cannot close. Use `auto`, or leave the task out"
+                f"`{self.environment_name}` has a {COMPOSE_FILE_NAME} with its own networks, which "
+                f"`environment.network = {self._network}` cannot restrict. Use `auto`, or remove the task"
             )
         if not self._is_composed and not self.extra_docker_compose_paths:
             self._image = await self._find_image(force_build)
@@ -145,7 +145,7 @@ class DockerEnvironment(HarborDocker):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """A command that takes too long is killed and has return code 124, as with `timeout`."""
+        """Run a command. A command that times out is killed and returns code 124, as with `timeout`."""
         return await commands.run(
             await self._container(),
             command,
@@ -160,7 +160,7 @@ class DockerEnvironment(HarborDocker):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         try:
             await commands.upload(str(source_path), await self._container(), target_path)
-        except RuntimeError:  # its folder may be missing
+        except RuntimeError:  # its folder may not exist
             await self._platform.upload_file(source_path, target_path)
 
     @override
@@ -179,7 +179,7 @@ class DockerEnvironment(HarborDocker):
         await commands.download_folder(await self._container(), source_dir, Path(target_dir))
 
     async def seal(self) -> None:
-        """End every process of the agent, empty /tests and /logs/verifier, restore what tests rely on."""
+        """Kill every process of the agent, empty /tests and /logs/verifier, restore the files that tests rely on."""
         container = await self._container()
 
         async def start() -> None:
@@ -192,7 +192,7 @@ class DockerEnvironment(HarborDocker):
         labels = label_args(owner_labels(self._run))
         restored = await guard.seal(container, labels, start=start, private=self._private, level=self._seal_level)
         if restored:
-            self.logger.warning("put back as in the image before grading: %s", ", ".join(restored))
+            self.logger.warning("restored from the image before grading: %s", ", ".join(restored))
 
     @property
     def _overlay_path(self) -> Path:
@@ -228,7 +228,7 @@ class DockerEnvironment(HarborDocker):
         return self._network_name or "bridge"
 
     async def _container(self) -> str:
-        """The id of the main container, once it is there."""
+        """Return the id of the main container, which must exist."""
         if self._main is None:
             self._main = next(iter(await containers(self.session_id, "main")), None)
         if self._main is None:
@@ -244,11 +244,11 @@ class DockerEnvironment(HarborDocker):
         stdin_data: bytes | None = None,
         on_output: OutputCallback | None = None,
     ) -> ExecResult:
-        """What Harbor asks of compose, less what cannot be needed here."""
+        """Run the compose command that Harbor requests, unless it is unnecessary here."""
         match command:
             case ["build"] if self._image:
                 return _DONE
-            case ["down", "--remove-orphans"]:  # before the start: the project's name was never used
+            case ["down", "--remove-orphans"]:  # before the start: the project is new
                 return _DONE
             case ["up", "--detach", "--wait"] if self._image and not self._image.has_healthcheck:
                 command = ["up", "--detach"]

@@ -4,10 +4,10 @@ The container is frozen; another one, from the task's own image, empties the ver
 files through /proc/1/root; then every process is killed, including PID 1, into which an agent may have planted code,
 and the container starts again. A frozen process runs nothing between the signal and its end.
 
-TOOLS that the image has in some folder of PATH are restored there, and copies that the agent put into other folders of
-PATH are removed. A tool that the image lacks is left: the task may have been to install it. FILES are patterns: what
-the image has is restored, what it lacks is removed. A task whose honest solution changes these needs the seal
-`processes`; one that must not trust packages either needs `strict`, or a separate verifier.
+TOOLS that the image has in a folder of PATH are restored there, and copies that the agent put into other folders of
+PATH are removed. A tool that the image lacks is kept, because the task may be to install it. FILES are patterns: files
+of the image are restored, others are removed. A task whose correct solution changes these needs the seal `processes`;
+a task that must not trust packages either needs `strict`, or a separate verifier.
 """
 
 import json
@@ -26,7 +26,7 @@ from dockyard.rollout.docker.docker_cli import DockerError, ask
 from dockyard.rollout.verifier import ABOVE_TESTS
 
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""Besides the folders of the image's own PATH."""
+"""Folders in addition to those of the image's own PATH."""
 
 _SHELLS = "sh bash dash ash busybox env su sudo"
 _COREUTILS = (
@@ -111,8 +111,8 @@ MORE_FILES = (
         for folder in ("", "dist-packages/", "site-packages/")
     ),
 )
-"""Only by `strict`, together with every library and module that the agent changed, and with every name of TOOLS that
-the image lacks: honest work changes these too, by `pip install`, `git config`, or `make install` and `ldconfig`."""
+"""Restored by `strict` only, with every library and module that the agent changed and every name of TOOLS that the
+image lacks: correct solutions change these too, by `pip install`, `git config`, or `make install` and `ldconfig`."""
 
 
 # pyright: reportMissingTypeStubs=false
@@ -228,7 +228,7 @@ done
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the engine knows of a container. The container itself has no say in it."""
+    """The state of a container as the engine reports it. The container cannot influence it."""
 
     image: str
     is_running: bool
@@ -237,14 +237,14 @@ class State:
     exit_code: int
     env: dict[str, str]
     programs: tuple[str, ...]
-    """What the engine itself runs in it: entrypoint, command, health check."""
+    """Programs that the engine runs in it: entrypoint, command, health check."""
 
 
 async def read_state(container: str) -> State:
     try:
         facts: dict[str, Any] = json.loads(await ask("container", "inspect", container))[0]
     except DockerError as error:
-        raise SandboxDiedError(f"the container is gone: {error}") from None
+        raise SandboxDiedError(f"the container no longer exists: {error}") from None
     state, config = facts["State"], facts["Config"]
     env: list[str] = config["Env"] or []
     check: dict[str, Any] = config.get("Healthcheck") or {}
@@ -261,10 +261,10 @@ async def read_state(container: str) -> State:
 
 
 async def require_running(container: str) -> State:
-    """SandboxDiedError with the reason if the container ended."""
+    """Return the state. Raise SandboxDiedError with the reason if the container has ended."""
     state = await read_state(container)
     if not state.is_running:
-        reason = "out of memory" if state.was_out_of_memory else "not stopped by us"
+        reason = "out of memory" if state.was_out_of_memory else "not stopped by Dockyard"
         raise SandboxDiedError(f"the container ended with code {state.exit_code} ({reason})")
     return state
 
@@ -277,7 +277,10 @@ async def seal(
     private: Iterable[str] = PRIVATE,
     level: Seal = "standard",
 ) -> list[str]:
-    """What was put back. `start` starts the stopped container again; `labels` are arguments for `docker run`."""
+    """Seal the container and return what was restored.
+
+    `start` starts the stopped container again; `labels` are arguments for `docker run`.
+    """
     state = await require_running(container)
     try:
         await _freeze(container, state)
@@ -302,26 +305,26 @@ async def _freeze(container: str, state: State) -> None:
             await ask("pause", container)
     except DockerError as error:
         await require_running(container)
-        logger.warning("sealing without freezing, which this engine cannot: %s", error)
+        logger.warning("sealing without freezing, because this engine cannot pause containers: %s", error)
 
 
 def _guard_args(container: str) -> list[str]:
     return [
         *("--interactive", "--entrypoint", "/bin/sh", "--user", "0:0", "--workdir", "/"),
-        *("--cap-add", "SYS_PTRACE"),  # to look into a container whose PID 1 is not root
+        *("--cap-add", "SYS_PTRACE"),  # to access a container whose PID 1 is not root
         *("--pid", f"container:{container}", "--network", "none", "--read-only"),
     ]
 
 
 async def _changed(container: str) -> list[str]:
-    """Libraries and modules that are not as in the image, as the engine itself sees it; of new ones bytecode only."""
+    """Return libraries and modules that differ from the image, according to the engine; of new files only bytecode."""
     lines = (await ask("diff", container)).splitlines()
     paths = [line[2:] for line in lines if line[:2] in ("C ", "D ") or line.endswith(".pyc")]
     return [path for path in paths if _LIBRARY.match(path) and _is_plain(path)]
 
 
 def read_script(state: State, private: Iterable[str], level: Seal = "standard", changed: Iterable[str] = ()) -> str:
-    """What the guard runs. `changed` are further files to put back."""
+    """Return the script that the guard container runs. `changed` are further files to restore."""
     env = state.env
     folders = list(dict.fromkeys([*filter(_is_plain, env.get("PATH", "").split(":")), *PATH]))
     files = [*FILES, *filter(_is_plain, [env.get("BASH_ENV", ""), env.get("ENV", ""), *state.programs])]
@@ -341,11 +344,11 @@ def read_script(state: State, private: Iterable[str], level: Seal = "standard", 
 
 
 def parents(path: str) -> list[str]:
-    """The folders that lead to it, and for a folder of PATH itself too: each may have become a link."""
+    """Return the path and the folders that lead to it. The agent may have replaced each of them by a link."""
     parts = path.strip("/").split("/")
     return ["/" + "/".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _is_plain(path: str) -> bool:
-    """Whether it can stand in a list of words. Images name such folders themselves, so nothing is lost to an agent."""
+    """Whether the path can stand unquoted in a word list. The image names these paths, so an agent cannot hide one."""
     return path.startswith("/") and not set(path) & set(" '\"\n\t*?[]\\$`")

@@ -1,4 +1,4 @@
-"""Task images: built once per content, pulled once, used by every trial that needs them and never removed by one."""
+"""Task images: built or pulled once, shared by all trials, and never removed by a trial."""
 
 # pyright: reportMissingTypeStubs=false
 
@@ -18,7 +18,7 @@ from dockyard.rollout.blame import DockerUnreachableError, ImageMissingError
 from dockyard.rollout.docker.docker_cli import DockerError, ask, docker, short
 
 TASK_LABEL = "dockyard.task"
-"""`docker image prune --all --filter label=dockyard.task` frees the disk."""
+"""`docker image prune --all --filter label=dockyard.task` frees the disk space."""
 MAX_TRIES = 3
 _SHOWN_LINES = 15
 _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
@@ -26,7 +26,7 @@ _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class DockerImage:
-    """An image that is here."""
+    """An image that exists locally."""
 
     name: str
     has_healthcheck: bool
@@ -34,7 +34,7 @@ class DockerImage:
 
 @dataclass(slots=True)
 class Images:
-    """What one event loop knows of the engine's images."""
+    """The images that one event loop has built or pulled."""
 
     num_builds: int = 0
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
@@ -42,7 +42,7 @@ class Images:
     _failures: dict[str, list[Exception]] = field(default_factory=dict[str, list[Exception]])
 
     async def built(self, folder: Path, content: str, *, task: str, force: bool = False) -> DockerImage:
-        """The image of a Dockerfile's folder. `content` is the folder's hash."""
+        """Return the image of a folder with a Dockerfile, building it if necessary. `content` is the folder's hash."""
         async with self._locks.setdefault(content, asyncio.Lock()):
             tag = self._tags.get(content) or await _tag(folder, content)
             self._tags[content] = tag
@@ -50,12 +50,12 @@ class Images:
             return image or await self._try(tag, self._build(folder, tag, task))
 
     async def present(self, name: str) -> DockerImage:
-        """An image by name, pulled if it is not here."""
+        """Return an image by name, pulling it if necessary."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             return await _find(name) or await self._try(name, _pull(name))
 
     async def _try(self, name: str, making: Coroutine[Any, Any, DockerImage]) -> DockerImage:
-        """What failed three times would fail again: nobody waits for it any more."""
+        """Await a build or pull. After `MAX_TRIES` failures raise the last error without trying again."""
         failures = self._failures.setdefault(name, [])
         if len(failures) >= MAX_TRIES:
             making.close()
@@ -76,7 +76,7 @@ class Images:
             raise SandboxBuildFailedError(f"`docker build {folder}` failed:\n{log}")
         image = await _find(tag)
         if image is None:
-            raise SandboxBuildFailedError(f"`docker build {folder}` made no image `{tag}`")
+            raise SandboxBuildFailedError(f"`docker build {folder}` did not create the image `{tag}`")
         return image
 
 
@@ -84,12 +84,12 @@ _images: WeakKeyDictionary[asyncio.AbstractEventLoop, Images] = WeakKeyDictionar
 
 
 def images() -> Images:
-    """Those of the running event loop, to which locks are bound."""
+    """Return the images of the running event loop, to which their locks belong."""
     return _images.setdefault(asyncio.get_running_loop(), Images())
 
 
 async def _tag(folder: Path, content: str) -> str:
-    """Named after the folder and after the images that its Dockerfile starts from, which may be replaced."""
+    """Return a tag that depends on the folder's content and on the current images its Dockerfile starts from."""
     bases = sorted(set(_FROM.findall((folder / "Dockerfile").read_text(errors="replace"))))
     ids = [await _ask_or("", "image", "inspect", "--format", "{{.Id}}", base) for base in bases]
     return f"dockyard-task:{blake2b(' '.join([content, *ids]).encode(), digest_size=16).hexdigest()}"
@@ -109,7 +109,7 @@ async def _pull(name: str) -> DockerImage:
         raise DockerUnreachableError(short(done.stderr))
     image = await _find(name)
     if image is None:
-        raise ImageMissingError(f"image `{name}` is not here and cannot be pulled: {short(done.stderr)}")
+        raise ImageMissingError(f"image `{name}` does not exist locally and cannot be pulled: {short(done.stderr)}")
     return image
 
 

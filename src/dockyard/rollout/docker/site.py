@@ -1,6 +1,6 @@
-"""What the containers of one run share, from the check that Docker answers to the removal of the last container.
+"""What the containers of one run share, from the first check of Docker to the removal of the last container.
 
-What a killed run left behind is removed too: only by our labels, and only if its owner is certainly gone.
+Leftovers of killed runs are removed as well: only objects with Dockyard's labels, and only if their owner has ended.
 """
 
 import logging
@@ -22,7 +22,7 @@ from dockyard.rollout.environments import LOOPBACK, Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What was removed."""
+    """Containers, networks and volumes that were removed."""
 
     containers: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
@@ -37,24 +37,24 @@ class Leftovers:
 
 
 async def remove_leftovers() -> Leftovers:
-    """Of owners on this host whose process has ended."""
-    return await _remove(OWNER_LABEL, _is_of_the_gone)
+    """Remove the leftovers of processes of this host that have ended."""
+    return await _remove(OWNER_LABEL, _owner_has_ended)
 
 
 async def remove_run(run: str) -> Leftovers:
-    """Whatever a run still has when it ends."""
+    """Remove everything that a run still has."""
     return await _remove(RUN_LABEL, lambda label: label == run)
 
 
-def _is_of_the_gone(label: str) -> bool:
+def _owner_has_ended(label: str) -> bool:
     owner = Owner.parse(label)
     return owner is not None and owner.is_gone()
 
 
-async def _remove(label: str, is_meant: Callable[[str], bool]) -> Leftovers:
+async def _remove(label: str, matches: Callable[[str], bool]) -> Leftovers:
     ours = await _list("ps", label, "--all", "--no-trunc")
-    meant = {item: project for item, (value, project) in ours.items() if is_meant(value)}
-    networks = {item for item, (value, _) in (await _list("network ls", label)).items() if is_meant(value)}
+    meant = {item: project for item, (value, project) in ours.items() if matches(value)}
+    networks = {item for item, (value, _) in (await _list("network ls", label)).items() if matches(value)}
     containers, volumes = set(meant), set[str]()
     for project in {project for project in meant.values() if project}:
         mine = ["--quiet", "--filter", f"label={PROJECT_LABEL}={project}"]
@@ -69,7 +69,7 @@ async def _remove(label: str, is_meant: Callable[[str], bool]) -> Leftovers:
 
 
 async def _list(command: str, label: str, *args: str) -> dict[str, tuple[str, str]]:
-    """Id -> the label's value, and the compose project."""
+    """Return id -> the label's value and the compose project."""
     line = f'{{{{.ID}}}}\t{{{{.Label "{label}"}}}}\t{{{{.Label "{PROJECT_LABEL}"}}}}'
     text = await ask(*command.split(), *args, "--filter", f"label={label}", "--format", line)
     rows = [row.split("\t") for row in text.splitlines()]
@@ -81,7 +81,7 @@ async def _drop(items: Iterable[str], *command: str) -> tuple[str, ...]:
     for item in sorted(items):
         try:
             await ask(*command, item)
-        except DockerError:  # someone else removed it, or holds it
+        except DockerError:  # it was removed meanwhile, or is in use
             continue
         dropped.append(item)
     return tuple(dropped)
@@ -99,29 +99,29 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def docker_site(config: EnvironmentConfig, *, inside: bool, run: str | None = None) -> AsyncGenerator[Site]:
-    """Everything that the run's containers need; nothing of it is left when the block ends.
+    """Provide everything that the run's containers need, and remove all of it when the block ends.
 
-    `run` names a run that no other process can have open: what bears its name is of an earlier, killed one.
+    `run` names a run that no other process has open, so objects with its name belong to an earlier, killed process.
     """
     if inside and config.network == "none":
         message = "`environment.network` is `none`, but the agent calls the model from inside the environment"
         raise UsageError(message, hint="`--environment.network gateway` lets it reach the gateway and nothing else")
     await check_docker()
     if leftovers := await remove_leftovers():
-        logger.info("removed what an earlier run left behind: %s", leftovers)
+        logger.info("removed leftovers of an earlier run: %s", leftovers)
     if run and (leftovers := await remove_run(run)):
-        logger.info("removed what this run left behind when it was killed: %s", leftovers)
+        logger.info("removed leftovers of this run from before it was killed: %s", leftovers)
     run = run or token_hex(4)
     async with run_network(config.network, run) as network:
         try:
             yield _site(config, run, network)
         finally:
-            with suppress(DockerError, DockerUnreachableError):  # the next run's janitor removes it
+            with suppress(DockerError, DockerUnreachableError):  # the next run removes it
                 await remove_run(run)
 
 
 async def check_docker() -> None:
-    """Raise what a user can act on if Docker or its compose does not answer."""
+    """Raise an error with a hint if Docker or `docker compose` does not answer."""
     try:
         await ask("version", "--format", "{{.Server.Version}}")
     except (DockerUnreachableError, DockerError) as error:

@@ -1,7 +1,7 @@
-"""C2Bug: bugs put into real repositories, as Harbor tasks. A row becomes a task, or is named with the reason why not.
+"""C2Bug: bugs injected into real repositories, as Harbor tasks. Rows that cannot become a task are reported.
 
-The repository is in the task's image at its base commit with the bug, without history and without the tests that show
-it; these are in `tests/`, which the agent never sees. `docs/guides/tasks.md` says which columns a dataset needs.
+The task's image contains the repository at its base commit with the bug, without history and without the tests that
+reveal it. These are in `tests/`, which the agent never sees. `docs/guides/tasks.md` lists the columns of a dataset.
 """
 
 import logging
@@ -17,6 +17,7 @@ from dockyard.tasks.c2bug.task import read_template, task_files, task_name
 from dockyard.tasks.folder import LONGEST_NAME, OccupiedError, Skipped, WrittenTasks, check_out, put_task
 from dockyard.tasks.repository import GitError, Repositories, Repository
 from dockyard.tasks.rows import DatasetRow, Rows, choose_rows, read_rows
+from dockyard.tasks.sources import DatasetRows, SourceRequest
 from dockyard.tasks.split import Selection
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ def write_c2bug_tasks(
     template: Path | None = None,
     image: str | None = None,
 ) -> WrittenTasks:
-    """Write a task folder for each chosen row.
+    """Write a task folder for each selected row.
 
-    `repositories` holds local checkouts or bundles, `template` four files instead of ours; `image` is for every task.
+    `repositories` has local checkouts or bundles; `template` replaces the four template files; `image` is for all.
     """
     if repositories is not None and not repositories.is_dir():
         raise DockyardError(f"`{repositories}` is not a folder of repositories", hint="check `--repositories`")
@@ -60,7 +61,7 @@ def write_c2bug_tasks(
 
 
 def _named(rows: Rows, columns: Mapping[str, str], written: WrittenTasks) -> list[DatasetRow]:
-    """Those that can be chosen: they have a repository, and a name that was not there before."""
+    """Return the rows that have a repository and a unique name; record the others as skipped."""
     named: dict[str, DatasetRow] = {}
     for row in rows.rows:
         identity, repo = (row.values.get(columns[name]) for name in ("instance_id", "repo"))
@@ -69,7 +70,7 @@ def _named(rows: Rows, columns: Mapping[str, str], written: WrittenTasks) -> lis
             lacks = columns["repo" if name else "instance_id"]
             written.skipped.append(Skipped(where=row.place, why=f"its `{lacks}` is empty"))
         elif len(name) > LONGEST_NAME:
-            why = f"its `{columns['instance_id']}` names no folder: it has more than {LONGEST_NAME} characters"
+            why = f"its `{columns['instance_id']}` is too long for a folder name: more than {LONGEST_NAME} characters"
             written.skipped.append(Skipped(where=row.place, why=why))
         elif name in named:
             written.skipped.append(Skipped(where=row.place, why=f"`{identity}` is also in {named[name].place}"))
@@ -87,7 +88,7 @@ class _Writer:
     image: str | None
 
     def write(self, bug: Bug) -> str:
-        """The name of the task."""
+        """Write the task and return its name."""
         address = self.repositories.find(bug.repo, bug.clone_url.strip() or None)
         repository = self.repositories.open(address, bug.base_commit)
         prepared = prepare(bug, repository)
@@ -97,7 +98,7 @@ class _Writer:
         return name
 
     def _archive(self, repository: Repository, tree: str) -> Path:
-        """Made once for all bugs of a commit."""
+        """Create the archive once for all bugs of a commit."""
         file = self.work / f"{tree}.tar.gz"
         if not file.exists():
             file.write_bytes(repository.archive(tree))
@@ -107,9 +108,25 @@ class _Writer:
 def _write(row: DatasetRow, columns: Mapping[str, str], writer: _Writer, written: WrittenTasks) -> None:
     try:
         name = writer.write(read_bug(row, columns))
-    except (RowError, GitError, OccupiedError, ValueError) as error:  # text that is no UTF-8 or holds a NUL
+    except (RowError, GitError, OccupiedError, ValueError) as error:  # text that is not valid UTF-8 or contains NUL
         identity = row.values.get(columns["instance_id"])
         written.skipped.append(Skipped(where=f"{row.place} (`{identity}`)", why=str(error)))
     else:
         logger.info("wrote %s", name)
         written.names.append(name)
+
+
+def _write_requested(folder: Path, request: SourceRequest) -> WrittenTasks:
+    settings = request.settings
+    return write_c2bug_tasks(
+        folder,
+        dataset=settings.dataset or DEFAULT_DATASET,
+        split=settings.split,
+        selection=request.selection,
+        mapping=settings.map,
+        repositories=settings.repositories,
+        image=settings.image,
+    )
+
+
+SOURCE = DatasetRows(_write_requested)

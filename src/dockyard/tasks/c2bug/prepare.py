@@ -1,4 +1,4 @@
-"""Turn a row and its repository into the contents of a task: a patch that makes the bug, one that fixes it, the tests.
+"""Turn a row and its repository into the contents of a task: a patch with the bug, a patch with the fix, the tests.
 
 A test is named as in pytest, `tests/test_a.py::test_b`, or as in unittest, `test_b (tests.test_a.Class)`.
 """
@@ -18,7 +18,7 @@ _FILE = re.compile(r"test_.*\.py|.*_tests?\.py|tests?\.py|conftest\.py")
 _UNITTEST = re.compile(r"(\w+) \(([\w.]+)\)")
 _ROOTS = ("", "tests/", "test/", "src/")
 _RUNNERS = {"django/django": "python tests/runtests.py --verbosity 2 --parallel 1"}
-"""Repositories whose tests have a runner of their own."""
+"""Repositories with their own test runner."""
 
 
 def is_pytest_id(test: str) -> bool:
@@ -26,7 +26,7 @@ def is_pytest_id(test: str) -> bool:
 
 
 def unittest_label(test: str) -> str | None:
-    """The dotted name of a test that unittest prints; newer versions print its method twice."""
+    """Return the dotted name of a test that unittest prints. Newer versions print the method twice."""
     found = _UNITTEST.fullmatch(test)
     if found is None:
         return None
@@ -35,13 +35,13 @@ def unittest_label(test: str) -> str | None:
 
 
 def is_test_file(path: str) -> bool:
-    """By its name, or a folder above it."""
+    """Decide by the name of the file or of a parent folder."""
     parts = PurePosixPath(path).parts
     return bool(_FILE.fullmatch(parts[-1])) or any(part in _FOLDERS for part in parts[:-1])
 
 
 def files_of(tests: Iterable[str], there: Collection[str]) -> list[str]:
-    """The files that hold these tests, as far as a repository with these files has them."""
+    """Return the files that contain these tests, if they are among the repository's files `there`."""
     found = (_file_of(test, there) for test in tests)
     return list(dict.fromkeys(file for file in found if file is not None))
 
@@ -57,7 +57,7 @@ def _file_of(test: str, there: Collection[str]) -> str | None:
 
 
 def folders_of(files: Sequence[str], sources: Collection[str]) -> list[str]:
-    """What is put back for grading: the outermost folder of tests around each file that holds none of the sources."""
+    """Return what is restored for grading: for each file the outermost test folder that contains no sources."""
     return list(dict.fromkeys(_folder_of(file, sources) for file in files))
 
 
@@ -71,20 +71,20 @@ def _folder_of(file: str, sources: Collection[str]) -> str:
 
 
 def sources_of(touched: Collection[str], run: Collection[str]) -> list[str]:
-    """What is to be mended, of the files that the patch touches; all of it, where it touches nothing but tests."""
+    """Return the files to fix: the touched files that are not tests, or if all are tests, those that are not run."""
     sources = [path for path in touched if not is_test_file(path)]
     return sources or [path for path in touched if path not in run]
 
 
 def beside(restored: Iterable[str], there: Iterable[str]) -> list[str]:
-    """What the repository itself has in the folders above these places: files and folders."""
+    """Return the repository's own files and folders in the parent folders of these paths."""
     folders = {parent for place in ("x", *restored) for parent in PurePosixPath(place).parents}
     places = {place for path in there for place in (PurePosixPath(path), *PurePosixPath(path).parents)}
     return sorted(str(place) for place in places if place.parts and place.parent in folders)
 
 
 def command_of(bug: Bug, run: Sequence[str]) -> str:
-    """The row's own command, or that of the runner to which the tests' names belong."""
+    """Return the row's own command, or the command of the runner that the test names belong to."""
     if bug.test_command:
         return bug.test_command
     tests = (*bug.fail_to_pass, *bug.pass_to_pass)
@@ -96,7 +96,7 @@ def command_of(bug: Bug, run: Sequence[str]) -> str:
         return f"{_RUNNERS[bug.repo]} {_quoted(map(_django_label, run))}"
     if not all(map(is_pytest_id, tests)):
         odd = next(test for test in tests if not is_pytest_id(test))
-        raise RowError(f"the test `{odd}` is of no form known: name a `test_command` that runs it")
+        raise RowError(f"the form of the test `{odd}` is unknown: add a `test_command` that runs it")
     if not run:
         raise RowError("none of its test files is in the repository, and it has no `test_command`")
     return f"python -m pytest {_quoted(run)}"
@@ -112,21 +112,21 @@ def _quoted(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBug:
-    """Everything that is the same however the task's files are laid out."""
+    """The contents of a task, independent of the template."""
 
     commit: str
     base: str
-    """The tree before the bug. Every bug of a commit shares it."""
+    """The tree before the bug. All bugs of a commit share it."""
     bug_patch: str
-    """From there to what the agent sees: the bug is in, the tests that show it are out."""
+    """From the base to what the agent sees: with the bug, without the tests that reveal it."""
     gold_patch: str
-    """From what the agent sees to the mended code."""
+    """From what the agent sees to the fixed code."""
     replaced: list[str]
-    """Files and folders that are removed for grading, and put back from `tests`."""
+    """Files and folders that are restored from `tests` for grading."""
     kept: list[str]
-    """What could steer a test run and belongs to the repository. Anything else that could is removed for grading."""
+    """The repository's own files that can influence a test run. Other such files are removed for grading."""
     tests: bytes
-    """An archive."""
+    """An archive of the test files."""
     command: str
 
 
@@ -137,11 +137,11 @@ class _Trees:
     buggy: str
     fixed: str
     tested: str
-    """The mended code with its tests."""
+    """The fixed code with its tests."""
 
 
 def prepare(bug: Bug, repository: Repository) -> PreparedBug:
-    """What does not fit together is an error that says why."""
+    """Apply the patches and derive the contents of a task. Raise RowError if the row is inconsistent."""
     trees = _trees(bug, repository)
     there = set(repository.paths(trees.tested))
     touched = repository.changed(trees.buggy, trees.fixed)
@@ -177,7 +177,7 @@ def _trees(bug: Bug, repository: Repository) -> _Trees:
     else:
         buggy, fixed = _around(repository, base, bug.gold_patch)
     if buggy == fixed:
-        raise RowError("its patch changes nothing")
+        raise RowError("its patch has no effect")
     tested = _applied(repository, fixed, bug.test_patch, "test patch") if bug.test_patch.strip() else fixed
     return _Trees(commit, base, buggy, fixed, tested)
 
@@ -190,7 +190,7 @@ def _commit(bug: Bug, repository: Repository) -> str:
 
 
 def _around(repository: Repository, base: str, gold: str) -> tuple[str, str]:
-    """Whether the base commit is the one with the bug or the one without: the gold patch fits one of them."""
+    """Return the trees with and without the bug. The base commit is the one to which the gold patch applies."""
     try:
         return base, repository.apply(base, gold)
     except GitError as error:
@@ -208,7 +208,7 @@ def _applied(repository: Repository, tree: str, patch: str, name: str) -> str:
 
 
 def _test_files(bug: Bug, tests: tuple[str, ...], there: set[str]) -> list[str]:
-    """Those the row names, and those that hold its tests. A doctest's file is code, not a test."""
+    """Return the files that the row names and those that contain its tests. A doctest's file is code, not a test."""
     missing = [name for name in bug.test_files if not files_of([name], there) and name not in there]
     if missing and not bug.test_patch.strip():
         raise RowError(f"its test file `{missing[0]}` is not in the repository")
@@ -223,7 +223,7 @@ def _run_of(patched: list[str]) -> list[str]:
 def _check_sources(sources: list[str], replaced: list[str]) -> None:
     covered = [path for path in sources if any(path == place or path.startswith(f"{place}/") for place in replaced)]
     if len(covered) == len(sources):
-        raise RowError("its patch changes nothing but the tests that grade it")
+        raise RowError("its patch changes only the tests that grade it")
 
 
 def _of(places: list[str], there: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The columns of a C2Bug dataset, and what one row says."""
+"""The columns of a C2Bug dataset, and the contents of one row."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ _BASE = Column(
 )
 _BUG = Column(
     name="bug_patch",
-    about="makes the bug",
+    about="injects the bug",
     aliases=("buggy_patch", "bug_diff", "inject_patch", "mutation_patch"),
     needed=False,
 )
 _GOLD = Column(
     name="gold_patch",
-    about="mends it",
+    about="fixes the bug",
     aliases=("golden_patch", "fix_patch", "solution_patch", "reference_patch"),
     needed=False,
 )
@@ -34,7 +34,7 @@ _TESTS = (
     ),
     Column(
         name="pass_to_pass",
-        about="the tests that must go on passing",
+        about="the tests that must still pass",
         aliases=("PASS_TO_PASS", "p2p", "passing_tests"),
         needed=False,
     ),
@@ -46,7 +46,7 @@ _TESTS = (
     ),
     Column(
         name="test_command",
-        about="how the tests are run",
+        about="the command that runs the tests",
         aliases=("test_cmd", "test_cmds", "test_commands"),
         needed=False,
     ),
@@ -60,7 +60,7 @@ COLUMNS = (
     _GOLD,
     Column(
         name="problem_statement",
-        about="what the agent is told",
+        about="the instruction for the agent",
         aliases=("issue", "issue_text", "problem", "instruction", "description"),
     ),
     *_TESTS,
@@ -85,12 +85,12 @@ COLUMNS = (
     Column(name="workdir", about="where the repository is put", aliases=("repo_dir", "working_dir"), needed=False),
 )
 _PATCH = "patch"
-"""SWE-bench's name for what mends a bug, and SWE-smith's for what makes it."""
+"""In SWE-bench the patch that fixes a bug, in SWE-smith the patch that injects it."""
 _SHOWN = 100
 
 
 class RowError(Exception):
-    """Why a row becomes no task."""
+    """Why a row cannot become a task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Bug:
     instance_id: str
     repo: str
     base_commit: str | None
-    """None: the HEAD of the repository, as in SWE-smith, where each repository is at the commit that is meant."""
+    """None: the HEAD of the repository, as in SWE-smith, which has one repository per commit."""
     bug_patch: str
     gold_patch: str
     """One of the two may be empty: it is the reverse of the other."""
@@ -117,7 +117,7 @@ class Bug:
 
 
 def match_layout(found: Collection[str], mapping: Mapping[str, str], where: str) -> dict[str, str]:
-    """Our columns to the dataset's. What is needed and not there is an error that says how to name it."""
+    """Map Dockyard's columns to the dataset's. Missing required columns are an error with an example of `--map`."""
     matched = match_columns(COLUMNS, found, mapping, where)
     is_smith = False
     if not {"bug_patch", "gold_patch"} & set(matched) and _PATCH in found and _PATCH not in mapping.values():
@@ -134,21 +134,21 @@ def match_layout(found: Collection[str], mapping: Mapping[str, str], where: str)
 
 
 def _what_patch_is(found: Collection[str], where: str) -> str:
-    """By the columns that only one of the two datasets has; else nobody can know."""
+    """Decide by the columns that only one of the two datasets has. Raise if that is not possible."""
     if {"base_commit", "test_patch"} <= set(found):
         return "gold_patch"
     if "image_name" in found and not {"base_commit", "test_patch"} & set(found):
         return "bug_patch"
     raise UsageError(
-        f"`{where}` has a column `patch`: it may make the bug (as in SWE-smith) or mend it (as in SWE-bench)",
-        hint="say which: `--map bug_patch=patch` or `--map gold_patch=patch`",
+        f"`{where}` has a column `patch`: it may inject the bug (as in SWE-smith) or fix it (as in SWE-bench)",
+        hint="choose one: `--map bug_patch=patch` or `--map gold_patch=patch`",
     )
 
 
 def check_patches(
     rows: Iterable[DatasetRow], columns: Mapping[str, str], mapping: Mapping[str, str], found: Collection[str]
 ) -> None:
-    """A `patch` beside the patches that were found must say what one of them says, or be spoken of by the user."""
+    """Raise if there is also a `patch` that differs from the matched patches, unless the user mapped one."""
     theirs = [columns[name] for name in ("bug_patch", "gold_patch") if name in columns]
     if _PATCH not in found or _PATCH in theirs or {"bug_patch", "gold_patch"} & mapping.keys():
         return
@@ -157,13 +157,13 @@ def check_patches(
             known = " and ".join(f"`{name}`" for name in theirs)
             ours = "bug_patch" if "bug_patch" in columns else "gold_patch"
             raise UsageError(
-                f"{row.place} has a `patch` that differs from its {known}: which is meant is not known",
-                hint=f"`--map bug_patch=patch` or `--map gold_patch=patch`; `--map {ours}={theirs[0]}` leaves it out",
+                f"{row.place} has a `patch` that differs from its {known}: it is unclear which one to use",
+                hint=f"`--map bug_patch=patch` or `--map gold_patch=patch`; `--map {ours}={theirs[0]}` ignores it",
             )
 
 
 def read_bug(row: DatasetRow, columns: Mapping[str, str]) -> Bug:
-    """What a row says; an error names the column that cannot be read."""
+    """Read a row. Errors name the column that cannot be read."""
     cells = {ours: row.values.get(theirs) for ours, theirs in columns.items()}
     texts = {name: _text(cells.get(name), columns.get(name, name)) for name in _TEXTS}
     lists = {name: _names(cells.get(name), columns.get(name, name)) for name in _LISTS}
@@ -198,14 +198,14 @@ def _text(value: Any, column: str) -> str:
 
 
 def _names(value: Any, column: str) -> tuple[str, ...]:
-    """Of tests and files. Commands may begin with `[`; these do so only where they are a list."""
+    """Read names of tests and files. Unlike commands, they start with `[` only if they are a list."""
     if isinstance(value, str) and value.lstrip().startswith("[") and read_list(value) is None:
-        raise RowError(f"its `{column}` begins like a list and is none: `{value[:_SHOWN]}`")
+        raise RowError(f"its `{column}` starts like a list but is not one: `{value[:_SHOWN]}`")
     return _words(value, column)
 
 
 def _words(value: Any, column: str) -> tuple[str, ...]:
-    """A list, a list in a string, or lines."""
+    """Read a list, a list in a string, or lines."""
     if isinstance(value, str):
         listed = read_list(value) if value.lstrip().startswith("[") else None
         value = value.splitlines() if listed is None else listed
@@ -215,5 +215,5 @@ def _words(value: Any, column: str) -> tuple[str, ...]:
         raise RowError(f"its `{column}` is {type(value).__name__}, neither text nor a list")
     words = [word for word in cast("list[Any]", value) if word is not None]
     if not all(isinstance(word, str) for word in words):
-        raise RowError(f"its `{column}` is a list of something else than text")
+        raise RowError(f"its `{column}` is a list that contains something other than text")
     return tuple(word for word in words if word.strip())

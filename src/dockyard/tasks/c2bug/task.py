@@ -17,19 +17,19 @@ _DELETE = "\x7f"
 
 
 def read_template(folder: Path | None) -> dict[str, str]:
-    """The files' texts by name."""
+    """Return the template files' texts by name."""
     folder = folder or TEMPLATE
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise UsageError(
             f"the template `{folder}` has no `{missing[0]}`",
-            hint=f"it needs {', '.join(FILES)}: `cp -rL examples/harbor/c2bug_template DIR`, and change them",
+            hint=f"it needs {', '.join(FILES)}; start with `cp -rL examples/harbor/c2bug_template DIR`",
         )
     return {name: (folder / name).read_text() for name in FILES}
 
 
 def fill(template: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
-    """Each file with its values: as strings in TOML, as words in shell, as they are elsewhere."""
+    """Fill in the placeholders, quoted as strings in TOML and as words in shell scripts."""
     return {name: _fill(name, text, values) for name, text in template.items()}
 
 
@@ -39,7 +39,9 @@ def _fill(name: str, text: str, values: Mapping[str, str]) -> str:
     def value(place: re.Match[str]) -> str:
         if place[1] not in values:
             known = ", ".join(f"`{each}`" for each in values)
-            raise UsageError(f"`{name}` of the template asks for `{place[1]}`", hint=f"there are {known}")
+            raise UsageError(
+                f"`{name}` of the template uses `{place[1]}`, which does not exist", hint=f"available are {known}"
+            )
         return quote(values[place[1]])
 
     return _PLACE.sub(value, text)
@@ -53,7 +55,7 @@ def _quote_for(name: str) -> Callable[[str], str]:
 
 DEFAULT_IMAGE = "python:3.12"
 DEFAULT_INSTALL = "python -m pip install --editable . pytest"
-"""Where a row names neither an image nor commands."""
+"""Used if a row has neither an image nor install commands."""
 DEFAULT_WORKDIR = "/testbed"
 _GRADING = Path(__file__).parent / "grading"
 _SOLVE = "#!/bin/bash\ncd {workdir} && git apply --whitespace=nowarn /solution/gold.patch\n"
@@ -62,14 +64,14 @@ _PLAIN = re.compile(r"[\w./:@-]+")
 
 
 def task_name(instance_id: str) -> str:
-    """The instance's id, as far as it can name a folder."""
+    """Return the instance's id without characters that a folder name cannot have."""
     return re.sub(r"[^\w.-]+", "-", instance_id, flags=re.ASCII).strip(".-")
 
 
 def task_files(
     bug: Bug, prepared: PreparedBug, repository: Path, template: Mapping[str, str], image: str | None
 ) -> dict[str, str | bytes | Path]:
-    """By their path in the task's folder. `repository` is the archive of the code before the bug."""
+    """Return files by path in the task's folder. `repository` is the archive of the code before the bug."""
     workdir = _plain(bug.workdir or DEFAULT_WORKDIR, "workdir")
     values = {
         "task": f"c2bug/{task_name(bug.instance_id)}",
@@ -99,7 +101,9 @@ def task_files(
 
 def _tests(bug: Bug, prepared: PreparedBug) -> dict[str, str | bytes | Path]:
     must_pass = list(dict.fromkeys((*bug.fail_to_pass, *bug.pass_to_pass)))
-    named = {"tests/tests.json": json.dumps(must_pass, indent=1)} if must_pass else {}  # else the exit status counts
+    named = (
+        {"tests/tests.json": json.dumps(must_pass, indent=1)} if must_pass else {}
+    )  # otherwise the exit status decides
     return {
         **named,
         "tests/run.sh": f"{'' if must_pass else 'set -eo pipefail\n'}{prepared.command}\n",
@@ -113,9 +117,9 @@ def _tests(bug: Bug, prepared: PreparedBug) -> dict[str, str | bytes | Path]:
 
 
 def _plain(value: str, column: str) -> str:
-    """It stands in a Dockerfile."""
+    """Check that the value can be used in a Dockerfile."""
     if not _PLAIN.fullmatch(value):
-        raise RowError(f"its `{column}` is `{value}`, which no Dockerfile can name")
+        raise RowError(f"its `{column}` is `{value}`, which cannot be used in a Dockerfile")
     return value
 
 
@@ -128,5 +132,5 @@ def _lines(words: Iterable[str]) -> str:
 
 
 def _bytes(patch: str) -> bytes:
-    """As git gave it."""
+    """Return the bytes that git printed."""
     return patch.encode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Rows of SWE-bench become Harbor tasks on the public images, graded by the `swebench` package's own harness."""
+"""Turn rows of SWE-bench into Harbor tasks on the public images, graded by the harness of the `swebench` package."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,15 @@ from string import Template
 
 from dockyard.tasks.folder import OccupiedError, Skipped, WrittenTasks, check_out, put_task
 from dockyard.tasks.rows import DatasetRow, choose_rows, read_rows
+from dockyard.tasks.sources import DatasetRows, SourceRequest
 from dockyard.tasks.split import Selection
-from dockyard.tasks.swebench.harness import TEMPLATE, Harness, find_harness
+from dockyard.tasks.swebench.harness import TEMPLATE, SwebenchHarness, find_harness
 from dockyard.tasks.swebench.instance import DEFAULT_DATASET, Instance, UnusableRowError, match, read_instance
 
-__all__ = ["DEFAULT_DATASET", "write_swebench_tasks"]
+__all__ = ["DEFAULT_DATASET", "SOURCE", "write_swebench_tasks"]
 
 _TIMEOUT_S = 1800
-"""Of the tests, as in SWE-bench's own runs."""
+"""Time limit of the tests, as in SWE-bench's own runs."""
 _GRADING_S = 120
 _HUB_SPLIT = "test"
 
@@ -27,7 +28,7 @@ def write_swebench_tasks(
     mapping: Mapping[str, str] | None = None,
     split: str | None = None,
 ) -> WrittenTasks:
-    """A task folder for each chosen row. `split` is `test` for a dataset of the Hub, and every row of local files."""
+    """Write a task folder for each selected row. `split` defaults to `test` on the Hub, to all rows of local files."""
     check_out(folder)
     harness = find_harness()
     selection = selection or Selection()
@@ -44,22 +45,22 @@ def write_swebench_tasks(
     return written
 
 
-def _write_row(row: DatasetRow, names: Mapping[str, str], harness: Harness, written: WrittenTasks) -> None:
+def _write_row(row: DatasetRow, names: Mapping[str, str], harness: SwebenchHarness, written: WrittenTasks) -> None:
     try:
         instance = read_instance(row, names, harness)
         if instance.instance_id in written.names:
-            raise UnusableRowError(f"has the id `{instance.instance_id}` of a row before it")
+            raise UnusableRowError(f"has the same id `{instance.instance_id}` as an earlier row")
         put_task(written.folder / instance.instance_id, task_files(instance, harness))
     except (UnusableRowError, OccupiedError) as error:
         written.skipped.append(Skipped(where=row.place, why=str(error)))
     except UnicodeError as error:
-        written.skipped.append(Skipped(where=row.place, why=f"holds text that is no UTF-8: {error}"))
+        written.skipped.append(Skipped(where=row.place, why=f"has text that is not valid UTF-8: {error}"))
     else:
         written.names.append(instance.instance_id)
 
 
-def task_files(instance: Instance, harness: Harness) -> dict[str, str | bytes | Path]:
-    """A Harbor task. What would give the solution away is in `solution` and `tests`, which the agent does not see."""
+def task_files(instance: Instance, harness: SwebenchHarness) -> dict[str, str | bytes | Path]:
+    """Return the files of a Harbor task. The agent does not see `solution` and `tests`."""
     values = {
         "instance_id": instance.instance_id,
         "repo": instance.repo,
@@ -82,5 +83,19 @@ def task_files(instance: Instance, harness: Harness) -> dict[str, str | bytes | 
 
 
 def _ended(patch: str) -> str:
-    """git refuses a patch whose last line does not end."""
+    """Add the final newline, without which git refuses a patch."""
     return patch if patch.endswith("\n") else f"{patch}\n"
+
+
+def _write_requested(folder: Path, request: SourceRequest) -> WrittenTasks:
+    settings = request.settings
+    return write_swebench_tasks(
+        folder,
+        dataset=settings.dataset or DEFAULT_DATASET,
+        split=settings.split,
+        selection=request.selection,
+        mapping=settings.map,
+    )
+
+
+SOURCE = DatasetRows(_write_requested)

@@ -1,6 +1,6 @@
-"""The part of the installed `swebench` package that grades, as files that run by themselves inside a container.
+"""The grading part of the installed `swebench` package, as files that run standalone inside a container.
 
-Its modules are copied as they are. Only `swebench/harness/__init__.py` is left empty: it imports Docker and Modal.
+Its modules are copied unchanged, except `swebench/harness/__init__.py`, which imports Docker and Modal: it is empty.
 """
 
 import importlib.metadata
@@ -40,28 +40,28 @@ print(json.dumps({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harness:
-    """What grades, and what it knows."""
+class SwebenchHarness:
+    """The grader's files and the values that it supports."""
 
     version: str
     files: dict[str, str | Path]
-    """By their path beside the grader."""
+    """By path relative to the grader."""
     log_parsers: frozenset[str]
     eval_types: tuple[str, ...]
     fail_only_repos: frozenset[str]
-    """Whose logs name failing tests only."""
+    """Repositories whose logs name failing tests only."""
     markers: tuple[str, ...]
-    """Lines of a script's output between which the tests speak."""
+    """Lines that enclose the output of the tests."""
 
 
-def find_harness() -> Harness:
-    """That of the installed package, tried out: what does not run here would not run in a container."""
+def find_harness() -> SwebenchHarness:
+    """Return the harness of the installed package, after a trial run: it must work standalone."""
     spec = importlib.util.find_spec("swebench")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError("SWE-bench tasks need the package `swebench`, which is not installed", hint=_INSTALL)
     version = importlib.metadata.version("swebench")
     if version.partition(".")[0] != _MAJOR:
-        raise UsageError(f"the installed `swebench` is {version}; this needs {_MAJOR}.x", hint=_INSTALL)
+        raise UsageError(f"the installed `swebench` is {version}; {_MAJOR}.x is required", hint=_INSTALL)
     return _tried(Path(spec.submodule_search_locations[0]), version)
 
 
@@ -76,7 +76,7 @@ def _files(package: Path) -> Iterator[tuple[str, str | Path]]:
 
 
 @cache
-def _tried(package: Path, version: str) -> Harness:
+def _tried(package: Path, version: str) -> SwebenchHarness:
     files = {**dict(_files(package)), "swebench/harness/__init__.py": ""}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "tests")
@@ -87,9 +87,9 @@ def _tried(package: Path, version: str) -> Harness:
         command = [sys.executable, "-I", "-S", "-B", "-c", _ASK, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise _unusable(version, (done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        raise _unusable(version, (done.stderr.strip().splitlines() or ["no error message"])[-1])
     said = json.loads(done.stdout)
-    return Harness(
+    return SwebenchHarness(
         version=version,
         files=files,
         log_parsers=frozenset(said["log_parsers"]),
@@ -100,4 +100,4 @@ def _tried(package: Path, version: str) -> Harness:
 
 
 def _unusable(version: str, reason: str) -> DockyardError:
-    return DockyardError(f"the harness of `swebench` {version} does not run by itself: {reason}", hint=_INSTALL)
+    return DockyardError(f"the harness of `swebench` {version} does not run standalone: {reason}", hint=_INSTALL)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dockyard.tasks.folder import LONGEST_NAME
 from dockyard.tasks.rows import Column, DatasetRow, match_columns, read_list, unknown_layout
-from dockyard.tasks.swebench.harness import Harness
+from dockyard.tasks.swebench.harness import SwebenchHarness
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -20,12 +20,12 @@ _IMAGE = re.compile(r"[a-z0-9][\w./:@-]*")
 
 
 class UnusableRowError(Exception):
-    """The row cannot become a task. Its text is the reason, as it follows the row's place."""
+    """The row cannot become a task. The message is the reason and follows the row's position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """What SWE-bench knows of one issue."""
+    """One instance of SWE-bench."""
 
     instance_id: str
     repo: str
@@ -34,16 +34,16 @@ class Instance:
     patch: str
     image: str
     grading: dict[str, Any]
-    """The row as SWE-bench's `make_test_spec` takes it, without the solution."""
+    """The row for SWE-bench's `make_test_spec`, without the solution."""
 
 
 def public_image(instance_id: str) -> str:
-    """Where SWE-bench publishes the image of an instance; `__` may not stand in a name there."""
+    """Return the name of an instance's public image, in which `__` is not allowed."""
     return f"swebench/sweb.eval.x86_64.{instance_id.lower().replace('__', '_1776_')}:latest"
 
 
-def read_instance(row: DatasetRow, names: Mapping[str, str], harness: Harness) -> Instance:
-    """The row's values under our names. The first thing that is wrong with it is the reason it is not used."""
+def read_instance(row: DatasetRow, names: Mapping[str, str], harness: SwebenchHarness) -> Instance:
+    """Read and validate a row. The first problem is raised as the reason for skipping it."""
     cells = _Cells(row, names)
     instance_id = cells.word("instance_id", _NAME)
     if len(instance_id) > LONGEST_NAME:
@@ -52,7 +52,7 @@ def read_instance(row: DatasetRow, names: Mapping[str, str], harness: Harness) -
     base_commit = cells.word("base_commit", _COMMIT)
     image = cells.word("image", _IMAGE) if cells.has("image") else public_image(instance_id)
     if _assets(cells.get("image_assets")):
-        raise UnusableRowError(f"needs files that no patch can carry (`{names['image_assets']}`)")
+        raise UnusableRowError(f"needs files that a patch cannot contain (`{names['image_assets']}`)")
     return Instance(
         instance_id=instance_id,
         repo=repo,
@@ -76,7 +76,7 @@ def read_instance(row: DatasetRow, names: Mapping[str, str], harness: Harness) -
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """A row's values by our names; what is wrong with one is said by theirs."""
+    """A row's values by Dockyard's column names. Errors use the dataset's names."""
 
     row: DatasetRow
     names: Mapping[str, str]
@@ -96,19 +96,19 @@ class _Cells:
     def word(self, name: str, pattern: re.Pattern[str]) -> str:
         value = self.text(name).strip()
         if not pattern.fullmatch(value):
-            raise UnusableRowError(f"has `{value}` as `{self.names[name]}`, which is no {name}")
+            raise UnusableRowError(f"has `{value}` as `{self.names[name]}`, which is not a valid {name}")
         return value
 
     def one_of(self, name: str, known: frozenset[str]) -> str:
         value = self.text(name)
         if value not in known:
             near = difflib.get_close_matches(value, sorted(known), 1)
-            also = f"; did you mean `{near[0]}`?" if near else f"; there are {', '.join(sorted(known))}"
+            also = f"; did you mean `{near[0]}`?" if near else f"; it has {', '.join(sorted(known))}"
             raise UnusableRowError(f"names the {name} `{value}`, which `swebench` does not have{also}")
         return value
 
     def tests(self, name: str) -> list[str]:
-        """A list, or one in a string as in SWE-bench's own files."""
+        """Return a list, which SWE-bench's own files store as a string."""
         value = self.get(name)
         if isinstance(value, str):
             value = read_list(value)
@@ -123,27 +123,27 @@ class _Cells:
 def _some(cells: _Cells, name: str) -> list[str]:
     tests = cells.tests(name)
     if not tests:
-        raise UnusableRowError(f"has an empty `{cells.names[name]}`: nothing would tell whether it is resolved")
+        raise UnusableRowError(f"has an empty `{cells.names[name]}`: no test would show whether it is resolved")
     return tests
 
 
-def _eval_type(cells: _Cells, repo: str, harness: Harness) -> str:
-    """By SWE-bench's own list of repositories where the row does not say."""
+def _eval_type(cells: _Cells, repo: str, harness: SwebenchHarness) -> str:
+    """Use SWE-bench's own list of repositories if the row has no value."""
     if cells.has("eval_type"):
         return cells.one_of("eval_type", frozenset(harness.eval_types))
     return "fail_only" if repo in harness.fail_only_repos else "pass_and_fail"
 
 
-def _script(cells: _Cells, base_commit: str, harness: Harness) -> str:
+def _script(cells: _Cells, base_commit: str, harness: SwebenchHarness) -> str:
     if cells.has("eval_script"):
         script = cells.text("eval_script")
         for marker in harness.markers:
             if marker not in script:
-                raise UnusableRowError(f"has a `{cells.names['eval_script']}` that never says `{marker}`")
+                raise UnusableRowError(f"has a `{cells.names['eval_script']}` that does not print `{marker}`")
         return script
     if not cells.has("test_cmd"):
         wanted = " or ".join(f"`{cells.names[name]}`" for name in ("eval_script", "test_cmd") if name in cells.names)
-        raise UnusableRowError(f"has no {wanted}: how its tests are run is not known")
+        raise UnusableRowError(f"has no {wanted}: there is no way to run its tests")
     return eval_script(
         base_commit=base_commit,
         test_patch=cells.text("test_patch"),
@@ -153,7 +153,7 @@ def _script(cells: _Cells, base_commit: str, harness: Harness) -> str:
 
 
 def _assets(value: Any) -> bool:
-    """A dict of lists, or its JSON."""
+    """Whether there are assets: a dict of lists, or its JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -177,7 +177,7 @@ COLUMNS = (
     Column(name="problem_statement", about="the issue"),
     Column(name="patch", about="the change that resolves it", aliases=("gold_patch",)),
     Column(name="test_patch", about="the tests that come with it"),
-    Column(name="FAIL_TO_PASS", about="tests that it mends, a list or its JSON", aliases=("fail_to_pass",)),
+    Column(name="FAIL_TO_PASS", about="tests that it fixes, a list or its JSON", aliases=("fail_to_pass",)),
     Column(name="PASS_TO_PASS", about="tests that it must not break", aliases=("pass_to_pass",)),
     _EVAL_SCRIPT,
     Column(name="test_cmd", about="the whole command that runs the tests", aliases=("test_command",), needed=False),
@@ -185,12 +185,12 @@ COLUMNS = (
     Column(name="eval_type", about="whether passing tests are in the output, or failing ones only", needed=False),
     Column(name="image", about="the image with the repository", aliases=("image_name", "docker_image"), needed=False),
     Column(name="version", about="of the repository", needed=False),
-    Column(name="image_assets", about="files that a patch cannot carry", needed=False),
+    Column(name="image_assets", about="files that a patch cannot contain", needed=False),
 )
 
 
 def match(found: Collection[str], mapping: Mapping[str, str], where: str) -> dict[str, str]:
-    """Our names to theirs. How to run the tests and how to read them must be said: neither is guessed."""
+    """Map Dockyard's names to the dataset's. The test command and the log parser are required and never guessed."""
     names = match_columns(COLUMNS, found, mapping, where)
     missing = [] if {"eval_script", "test_cmd"} & names.keys() else [_EVAL_SCRIPT]
     missing += [] if "log_parser" in names else [_PARSER]
@@ -223,7 +223,7 @@ $test_cmd
 
 
 def eval_script(*, base_commit: str, test_patch: str, test_cmd: str, markers: tuple[str, ...]) -> str:
-    """Put the test files back as they were at the commit, apply the test patch, run the tests between the markers."""
+    """Return a script that restores the test files of the commit, applies the test patch and runs the tests."""
     begin_mark, end_mark = markers
     return _SCRIPT.substitute(
         base_commit=base_commit,

@@ -1,1 +1,1 @@
-"""The plug-in that verifiers loads as `harbor_env`. Nothing else of Dockyard imports it: it needs verifiers."""
+"""The plug-in that verifiers loads as `harbor_env`. No other part of Dockyard imports it: it needs verifiers."""

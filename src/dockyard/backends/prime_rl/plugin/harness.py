@@ -1,7 +1,7 @@
-"""A Harbor trial as a verifiers harness: an agent of any dialect talks to our gateway, which asks verifiers' endpoint.
+"""A Harbor trial as a verifiers harness: the agent talks to Dockyard's gateway, which calls verifiers' endpoint.
 
-Tokens, logprobs and weights are verifiers' business, and stored on its trace. Blame is ours: what the policy can have
-caused keeps its reward or gets 0; anything else makes an errored trace, which is not trained on.
+verifiers handles tokens, logprobs and weights, and records them on its trace. Dockyard decides the blame: a failure
+that the policy can have caused keeps its reward or gets 0; any other makes an errored trace, which is not trained on.
 """
 
 from collections.abc import AsyncGenerator
@@ -30,11 +30,11 @@ from dockyard.gateway.text_session import Recall, TextSession
 from dockyard.rollout.trial import Attempt, TrialRunner
 from dockyard.run_dir.run import settings_file, trials_folder
 from dockyard.settings.load import load_run_config
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Json, Rollout, Task
 
 _OVERFLOW = "context_length"
-"""What verifiers calls the end of a rollout whose prompt does not fit any more."""
+"""verifiers' stop condition of a rollout whose prompt exceeds the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +53,30 @@ class Interception:
             return await self.endpoint.chat(body)
         except EngineError as error:
             stopped = self.trace.stop_condition
-            if stopped is None or stopped == _OVERFLOW:  # the session knows an overflow by its words
+            if stopped is None or stopped == _OVERFLOW:  # the session recognises an overflow by its message
                 raise
-            # A limit of verifiers', which the policy has reached: no failure of the engine.
+            # The policy has reached a limit of verifiers: the engine has not failed.
             raise RefusedError(403, "calls_limit_reached", f"verifiers ended this rollout: {stopped}") from error
 
     def open_session(self, label: str, sampling: Sampling, limits: SessionLimits) -> TextSession:
-        """verifiers knows a history by its messages, so that it gets its own turns back word for word."""
+        """verifiers identifies a history by its messages, so it must get its own turns back verbatim."""
         return TextSession(label, sampling, limits, self, Recall())
 
 
 @asynccontextmanager
 async def intercepted(url: str, secret: str, trace: vf.Trace, *, retry_s: float) -> AsyncGenerator[Interception]:
-    """The endpoint of one rollout. An engine that fails for longer than `retry_s` has failed."""
+    """Open the endpoint of one rollout. Calls are retried for `retry_s` before they fail."""
     server = ModelServer(url, api_key=secret, retry_s=retry_s)
     try:
-        yield Interception(TextEndpoint(server, "policy"), trace)  # verifiers puts the true name there
+        yield Interception(TextEndpoint(server, "policy"), trace)  # verifiers replaces it by the real name
     finally:
         await server.close()
 
 
 _MARGIN_S = 60.0
-"""Before verifiers' own limit on a rollout: it drops what it cuts, so that ours, which gives 0, must come first."""
+"""How much earlier than at verifiers' limit a rollout ends: verifiers drops it, Dockyard gives it a reward of 0."""
 _UNBOUNDED = 4096
-"""Rollouts at once: how many there are is for who asks for them to say."""
+"""Concurrent rollouts. The caller limits them."""
 
 
 class HarborHarnessConfig(vf.HarnessConfig):
@@ -84,23 +84,23 @@ class HarborHarnessConfig(vf.HarnessConfig):
 
     id: str = PLUGIN
     agent: str = "terminus-2"
-    """Any that `dockyard agents` lists."""
+    """An agent that `dockyard agents` lists."""
     environment_type: str = "docker"
-    """`sandbox`, `docker`, or any other environment of Harbor's."""
+    """`sandbox`, `docker`, or any other Harbor environment."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Of the agent. None leaves it to the agent."""
+    """Turn limit of the agent. None: the agent's own."""
     agent_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For the agent's constructor."""
+    """Arguments for the agent's constructor."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For the environment's constructor."""
+    """Arguments for the environment's constructor."""
     trials_dir: Path = Path("outputs/trials")
-    """Where Harbor keeps its files of each rollout."""
+    """Folder for Harbor's files of each rollout."""
     run_dir: Path | None = None
-    """The folder of a run that `dockyard backend` began, whose settings say all of this and more."""
+    """Folder of a run that `dockyard backend` started. Its settings replace the fields above."""
 
 
 class HarborHarness(vf.Harness[HarborHarnessConfig]):
-    """Runs trials. They have environments of their own: verifiers' runtime is not used."""
+    """Runs trials in Harbor environments. verifiers' runtime is not used."""
 
     NEEDS_CONTAINER = False
     EXECUTES_CODE = False
@@ -122,13 +122,13 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """One trial. However it ends, nothing of it is left when this returns."""
+        """Run one trial. Its environment is removed when this returns, however the trial ends."""
         if not isinstance(data, HarborTaskData):
             message = f"the harness `{PLUGIN}` cannot attempt a `{type(data).__name__}`"
-            raise UsageError(message, hint=f'`taskset = {{id = "{PLUGIN}", ...}}` gives it Harbor\'s tasks')
+            raise UsageError(message, hint=f'`taskset = {{id = "{PLUGIN}", ...}}` provides Harbor tasks')
         async with intercepted(endpoint, secret, trace, retry_s=self._run.engine.retry_s) as source:
             rollout = await run_to_the_end(self._attempt(data, trace, source))
-        trace.info[PLUGIN] = _told(rollout)
+        trace.info[PLUGIN] = _trial_info(rollout)
         if rollout.reward is None:
             raise vf.HarnessError(trace.info[PLUGIN]["failure"])
         return ProgramResult(exit_code=0, stdout="", stderr="")
@@ -149,7 +149,7 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
 
 
 def run_config(config: HarborHarnessConfig) -> RunConfig:
-    """The settings of the run in `run_dir`, or what the other fields say."""
+    """Return the settings of the run in `run_dir`, or settings made from the other fields."""
     if config.run_dir is None:
         return RunConfig(
             agent=AgentConfig(name=config.agent, max_turns=config.max_turns, kwargs=config.agent_kwargs),
@@ -159,8 +159,8 @@ def run_config(config: HarborHarnessConfig) -> RunConfig:
     given, default = config.model_dump(), HarborHarnessConfig.model_validate({}).model_dump()
     for name in ("agent", "environment_type", "max_turns", "agent_kwargs", "environment_kwargs", "trials_dir"):
         if given[name] != default[name]:
-            message = f"`{name}` is `{given[name]}`, but `run_dir` names a run with settings of its own"
-            raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and begin the run anew")
+            message = f"`{name}` is `{given[name]}`, but `run_dir` names a run that has its own settings"
+            raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and start the run again")
     return load_run_config(settings_file(config.run_dir), [])
 
 
@@ -173,8 +173,8 @@ def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskDa
     return runner.limits.model_copy(update={"total_timeout_s": limit_s})
 
 
-def _told(rollout: Rollout) -> dict[str, Any]:
-    """What a trace says of its trial."""
+def _trial_info(rollout: Rollout) -> dict[str, Any]:
+    """Return what is recorded on the trace."""
     failure = rollout.failure
     return {
         "reward": rollout.reward,

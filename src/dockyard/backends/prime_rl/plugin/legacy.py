@@ -1,4 +1,4 @@
-"""`load_environment`, by which verifiers before 0.4 and Prime-RL up to 0.8 get their environments."""
+"""`load_environment`, the entry point of environments for verifiers before 0.4 and Prime-RL up to 0.8."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,10 +20,10 @@ def load_environment(
     agent: str = "terminus-2",
     trials_dir: str | Path = "outputs/trials",
 ) -> Any:
-    """An environment of verifiers' first kind, whose rollouts sample from the vLLM at `vllm_base_url`."""
+    """Return a legacy environment whose rollouts sample from the vLLM server at `vllm_base_url`."""
     if find_spec("verifiers.legacy") is None:
         raise DockyardError(
-            f"verifiers {version('verifiers')} has no environments of this kind any more",
+            f"verifiers {version('verifiers')} no longer supports `load_environment`",
             hint='name the taskset and the harness by their id: `taskset = {id = "harbor_env", tasks_dir = "..."}`',
         )
     from dockyard.backends.prime_rl.plugin.legacy_environment import LegacyHarborEnvironment

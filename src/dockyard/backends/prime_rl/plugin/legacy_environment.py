@@ -1,7 +1,7 @@
-"""An environment as verifiers before 0.4 has them: one rollout is one Harbor trial, its tokens are our gateway's.
+"""An environment for verifiers before 0.4: each rollout is a Harbor trial whose tokens Dockyard's gateway records.
 
-Weights are the server's: a trainer that replaces them in place is followed, one that serves adapters under names of
-their own is not.
+Rollouts use the weights that the server has. A trainer may replace them in place; adapters that are served under other
+names are not used.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from dockyard.collect.open import check_run, open_runner
 from dockyard.collect.policy import find, opened
 from dockyard.config import RunConfig
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout, Segment
 
 
@@ -53,7 +53,7 @@ class LegacyHarborEnvironment(vf.Environment):
         model: str,
         sampling_args: dict[str, Any] | None = None,
     ) -> vf.State:
-        """One trial. One that failed through no fault of the policy carries an error, which nobody trains."""
+        """Run one trial. A failure that is not the policy's fault is recorded as an error and not trained on."""
         if model != self._config.model.name:
             raise ValueError(f"asked for `{model}`, but this environment samples from `{self._config.model.name}`")
         state = await self.init_state(input, client, model, sampling_args)
@@ -94,12 +94,12 @@ class LegacyHarborEnvironment(vf.Environment):
 
 
 def harbor_reward(state: dict[str, Any]) -> float:
-    """What the task's tests gave."""
+    """Return the reward of the task's verifier."""
     return state["harbor"]["reward"] or 0.0
 
 
 def _steps(segment: Segment, trajectory_id: str) -> Iterator[dict[str, Any]]:
-    """Its turns: what was sampled in one go, after all that came before it."""
+    """Yield the turns: each run of consecutive sampled tokens, with everything before it as the prompt."""
     assert segment.logprobs is not None
     edges = np.flatnonzero(np.diff(segment.sampled.astype(np.int8), prepend=0, append=0))
     for start, end in edges.reshape(-1, 2).tolist():

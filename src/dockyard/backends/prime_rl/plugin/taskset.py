@@ -1,4 +1,4 @@
-"""Harbor's tasks as verifiers asks for them. A task is scored by what its trial left on the trace."""
+"""Harbor tasks as a verifiers taskset. A task's score is what its trial recorded on the trace."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,15 +8,15 @@ import verifiers.v1 as vf
 
 from dockyard.backends.launch import read_task_list
 from dockyard.errors import UsageError
-from dockyard.tasks.sources import load_tasks
+from dockyard.tasks.folder import load_tasks
 from dockyard.types import Task
 
 PLUGIN = "harbor_env"
-"""What verifiers imports."""
+"""The module that verifiers imports."""
 
 
 class HarborTaskData(vf.TaskData):
-    """Which task it is. The folder is read where the trial runs."""
+    """Identifies a task. Its folder is read where the trial runs."""
 
     task_dir: str = ""
 
@@ -26,23 +26,23 @@ class HarborTask(vf.Task[HarborTaskData]):
 
     @vf.reward(weight=1.0)
     async def harbor(self, trace: vf.Trace) -> float:
-        """What the task's tests gave. A rollout without it is not to be trained on, so that it is an error here."""
+        """Return the reward of the trial. A rollout without one must not be trained on, so this raises."""
         outcome: dict[str, Any] = trace.info.get(PLUGIN, {})
         if outcome.get("reward") is None:
-            raise ValueError("the trial ended without a reward, through no fault of the policy")
+            raise ValueError("the trial ended without a reward because of an infrastructure failure")
         return float(outcome["reward"])
 
 
 class HarborTasksetConfig(vf.TasksetConfig):
-    """Where the tasks are: in a folder, or in the folder of a run that `dockyard backend` began."""
+    """Where the tasks are: in a folder, or in a run that `dockyard backend` started."""
 
     id: str = PLUGIN
     tasks_dir: Path | None = None
     """A Harbor task, or a folder of them."""
     run_dir: Path | None = None
-    """A run's folder, whose list of tasks is taken."""
+    """The folder of a run whose task list is used."""
     split: Literal["train", "heldout"] = "train"
-    """Of a run's tasks."""
+    """Which tasks of the run."""
 
 
 class HarborTaskset(vf.Taskset[HarborTask, HarborTasksetConfig]):
@@ -55,7 +55,7 @@ class HarborTaskset(vf.Taskset[HarborTask, HarborTasksetConfig]):
 
 
 def find_tasks(config: HarborTasksetConfig) -> list[Task]:
-    """The tasks that the settings name."""
+    """Return the tasks that the settings name."""
     match config.tasks_dir, config.run_dir:
         case Path() as folder, None:
             return load_tasks(folder.absolute())
@@ -63,11 +63,13 @@ def find_tasks(config: HarborTasksetConfig) -> list[Task]:
             sets = read_task_list(run)
             return sets.train if config.split == "train" else sets.heldout
         case _:
-            hint = "`tasks_dir` names a folder of Harbor tasks, `run_dir` a run that `dockyard backend prime-rl` began"
+            hint = (
+                "`tasks_dir` names a folder of Harbor tasks, `run_dir` a run that `dockyard backend prime-rl` started"
+            )
             raise UsageError("a taskset `harbor_env` needs one of `tasks_dir` and `run_dir`", hint=hint)
 
 
 def _instruction(task: Task) -> str:
-    """For who reads the trace: the agent gets it from Harbor, and a task of several steps has several."""
+    """Shown with the trace only: the agent gets its instructions from Harbor, and a task may have several steps."""
     file = task.path / "instruction.md"
     return file.read_text(encoding="utf-8") if file.is_file() else task.name

@@ -1,4 +1,4 @@
-"""Harbor trials in a process that others own: what trials share is open as long as one of them is under way."""
+"""Harbor trials inside another program: shared resources are open while at least one trial is running."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -9,34 +9,34 @@ from dockyard.rollout.trial import TrialRunner
 
 
 class Trials:
-    """The trials of one process, of which many may run at once."""
+    """The concurrent trials of one process."""
 
     def __init__(self, open_runner: Callable[[], AbstractAsyncContextManager[TrialRunner]]) -> None:
         self._open_runner = open_runner
         self._changing = asyncio.Lock()
-        self._num_under_way = 0
+        self._num_running = 0
         self._open = AsyncExitStack()
         self._runner: TrialRunner | None = None
 
     @asynccontextmanager
     async def runner(self) -> AsyncGenerator[TrialRunner]:
-        """What trials have in common: environments and a gateway. Opened by the first, closed by the last."""
+        """Provide the shared environments and gateway. The first trial opens them, the last one closes them."""
         async with self._changing:
             if self._runner is None:
                 self._runner = await self._open.enter_async_context(self._open_runner())
-            self._num_under_way += 1
+            self._num_running += 1
         try:
             yield self._runner
         finally:
             async with self._changing:
-                self._num_under_way -= 1
-                if not self._num_under_way:
+                self._num_running -= 1
+                if not self._num_running:
                     self._runner = None
                     await self._open.aclose()
 
 
 async def run_to_the_end[T](work: Coroutine[Any, Any, T]) -> T:
-    """Await it. When we are cancelled, so is the work, once, and its cleaning up is waited for, however often."""
+    """Await the work. On cancellation cancel it once, and wait for its cleanup even if cancelled again."""
     task = asyncio.create_task(work)
     cancelled = False
     while not task.done():
@@ -44,7 +44,7 @@ async def run_to_the_end[T](work: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             cancelled = True
-            if not task.cancelling():  # a loop that ends has cancelled it already
+            if not task.cancelling():  # a closing event loop has cancelled it already
                 task.cancel()
     if cancelled:
         raise asyncio.CancelledError

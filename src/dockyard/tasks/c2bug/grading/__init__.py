@@ -1,1 +1,1 @@
-"""What grades a task, inside its container: copied there as it is, so it stands on its own."""
+"""The files that grade a task inside its container. They are copied there and have no dependencies."""

@@ -1,6 +1,6 @@
-"""Removes what the agent left to steer a test run. Runs in the task's container, on any Python from 3.7.
+"""Removes files of the agent that could influence a test run. Runs in the task's container, on Python 3.7 or newer.
 
-Code that is tested runs in the tests' process; what runs beside it must come from the repository or the image.
+The tested code runs in the tests' process; everything else there must come from the repository or the image.
 Usage: clean.py REPLACED KEPT, in the repository
 """
 
@@ -15,23 +15,23 @@ CONFIGS = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
     *("tox.ini", "setup.cfg", "pyproject.toml"),
 )
-"""What pytest reads besides tests."""
+"""Files that pytest reads besides tests."""
 _SHADOWS = ("pytest", "_pytest", "pluggy", "unittest", "sitecustomize", "usercustomize", "dockyard_report", "__init__")
-"""What nobody may bring beside tests, installed or not."""
+"""Modules that may not exist next to tests, whether they are installed or not."""
 _APART = (".git", "site-packages", "node_modules")
 _METADATA = (".dist-info", ".egg-info")
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 
 def main(replaced: str, kept: str) -> None:
-    """Each thing that is removed is printed."""
+    """Remove the files and print each of them."""
     restored, ours = _lines(replaced), frozenset(_lines(kept))
     found = [*_configs(), *_plugins()]
     found += [path for place in restored for path in _twins(place)]
     found += [path for folder in sorted({_root_of(place) for place in ["x", *restored]}) for path in _shadows(folder)]
     for path in dict.fromkeys(found):
         if path not in ours and os.path.lexists(path):
-            sys.stdout.write(f"removed {path}: it is not the repository's\n")
+            sys.stdout.write(f"removed {path}: it is not part of the repository\n")
             _remove(path)
 
 
@@ -40,20 +40,20 @@ def _configs() -> list[str]:
 
 
 def _plugins() -> list[str]:
-    """pytest loads whatever the metadata of a package names, wherever it may be imported from."""
+    """Find package metadata that names pytest plugins, which pytest would load."""
     inside = [path for path in _walk() if path.lower().endswith(_METADATA)]
     return [path for path in inside if "pytest11" in _text(os.path.join(path, "entry_points.txt"))]
 
 
 def _twins(place: str) -> list[str]:
-    """What would be imported in place of a module of tests: a package or an extension is, before a file."""
+    """Find packages and extensions that would be imported instead of a test module."""
     folder, name = os.path.split(place)
     modules = (path for path in _modules(folder) if _name(path) == _name(name))
     return [path for path in modules if os.path.basename(path) != name]
 
 
 def _shadows(folder: str) -> list[str]:
-    """What would be imported in place of a module that is installed."""
+    """Find modules that would be imported instead of an installed one."""
     return [path for path in _modules(folder) if _name(path) in _SHADOWS or _is_installed(_name(path))]
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down how each test went. Runs in the task's container, on any Python from 3.7."""
+"""A pytest plugin that records the result of each test. Runs in the task's container, on Python 3.7 or newer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """One line for each phase of a test: its name, and whether that phase passed or failed as expected."""
+    """Write one line per phase of a test: its name, and whether the phase passed or failed as expected."""
     good = report.outcome == "passed" or (report.outcome == "skipped" and hasattr(report, "wasxfail"))
     phase = {"test": report.nodeid, "when": report.when, "passed": good, "outcome": report.outcome}
     with open(os.environ["DOCKYARD_REPORT"], "a", encoding="utf-8") as file:

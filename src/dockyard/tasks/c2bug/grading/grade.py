@@ -1,6 +1,6 @@
-"""Whether every test that must pass did. Runs in the task's container, on any Python from 3.7.
+"""Checks that all required tests passed. Runs in the task's container, on Python 3.7 or newer.
 
-pytest's results come from our plugin's report, exactly; those of unittest and Django's runner from what they print.
+pytest's results come from the report of Dockyard's plugin, those of unittest and Django's runner from their output.
 Usage: grade.py TESTS.json REPORT LOG; exit 0 when all passed
 """
 
@@ -18,12 +18,12 @@ _SHOWN = 20
 
 
 def passed_by_report(lines: list[str]) -> dict[str, bool]:
-    """Each of pytest's tests: passed when its call did and no phase failed."""
+    """Return the results of pytest. A test passed if its call did and no phase failed."""
     passed: dict[str, bool] = {}
     for line in lines:
         try:
             phase = json.loads(line)
-        except ValueError:  # a worker that was killed while writing
+        except ValueError:  # a worker was killed while writing
             continue
         if phase["outcome"] == "failed":
             passed[phase["test"]] = False
@@ -35,7 +35,7 @@ def passed_by_report(lines: list[str]) -> dict[str, bool]:
 
 
 def passed_by_log(log: str) -> dict[str, bool]:
-    """Each of unittest's tests under its dotted name, and under its description where it shows that."""
+    """Return the results of unittest by dotted name, and by description if it prints one."""
     passed: dict[str, bool] = {}
     running = ""
     for line in log.splitlines():
@@ -47,7 +47,7 @@ def passed_by_log(log: str) -> dict[str, bool]:
             running = ""
         if not running:
             continue
-        shown, _, result = line.rpartition(" ... ")  # what the test prints may stand before its result
+        shown, _, result = line.rpartition(" ... ")  # output of the test may precede its result
         result = result.strip()
         if result in _GOOD or result in _BAD or result.startswith("skipped"):
             passed[running] = result in _GOOD and passed.get(running, True)
@@ -61,7 +61,7 @@ def _label(name: str, path: str) -> str:
 
 
 def is_passed(test: str, report: dict[str, bool], log: dict[str, bool]) -> bool:
-    """A file or a class is passed when its tests are, and there are some."""
+    """A file or a class passes if it has tests and all of them pass."""
     if "::" in test or test.endswith(".py"):
         if test in report:
             return report[test]
@@ -81,7 +81,7 @@ def _read(path: str) -> str:
 
 
 def main(tests: str, report: str, log: str) -> int:
-    """What did not pass is printed."""
+    """Print the tests that did not pass. Return 0 if all passed."""
     wanted = json.loads(_read(tests))
     by_report, by_log = passed_by_report(_read(report).splitlines()), passed_by_log(_read(log))
     missed = [test for test in wanted if not is_passed(test, by_report, by_log)]

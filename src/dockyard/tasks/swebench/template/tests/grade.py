@@ -1,6 +1,6 @@
-"""Runs the tests of a SWE-bench instance and has SWE-bench's own harness, which lies beside this file, judge the log.
+"""Runs the tests of a SWE-bench instance and grades the log by SWE-bench's own harness, which is next to this file.
 
-Standard library only, Python 3.10 or later. All that it needs is read before the tests run, since they may change it.
+Standard library only, Python 3.10 or newer. Everything it needs is read before the tests run, which may change files.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -27,7 +27,7 @@ UNUSED = {
     "tqdm": ("tqdm",),
     "unidiff": ("PatchSet",),
 }
-"""What the harness imports and does not call for grading."""
+"""Packages that the harness imports but does not use for grading."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """None are given when Harbor runs the tests."""
+    """Parse the options. Harbor passes none."""
     parser = argparse.ArgumentParser(description="Grade a SWE-bench instance.")
-    parser.add_argument("--log", type=Path, help="judge this log instead of running the tests")
-    parser.add_argument("--out", type=Path, default=Path("/logs/verifier"), help="where report and reward go")
+    parser.add_argument("--log", type=Path, help="grade this log instead of running the tests")
+    parser.add_argument("--out", type=Path, default=Path("/logs/verifier"), help="folder for the report and the reward")
     return parser.parse_args()
 
 
 def import_harness() -> Harness:
-    """From beside this file. Packages that it wants for other work are stood in for."""
+    """Import the harness from this file's folder, with stubs for packages that it does not need here."""
     for name, members in UNUSED.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(dict.fromkeys(members, nothing))
@@ -78,11 +78,11 @@ def import_harness() -> Harness:
 
 
 def nothing() -> None:
-    """In the place of what is not called, or to no effect."""
+    """Stub for functions that are not called, or whose effect is not needed."""
 
 
 def run_tests(script: str, timeout_s: int, timeout_mark: str) -> str:
-    """What the tests and the shell said, in the order in which they did."""
+    """Run the script and return its stdout and stderr in order."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "eval.sh")
         file.write_bytes(script.encode())
@@ -95,7 +95,7 @@ def run_tests(script: str, timeout_s: int, timeout_mark: str) -> str:
             start_new_session=True,
         )
         output = bytearray()
-        # What the tests leave running may hold the pipe open: the end of the script counts, not that of its output.
+        # Processes that the tests leave running may keep the pipe open, so wait for the script, not for its output.
         reader = threading.Thread(target=drain, args=(process, output), daemon=True)
         reader.start()
         try:
@@ -110,14 +110,14 @@ def run_tests(script: str, timeout_s: int, timeout_mark: str) -> str:
 
 
 def drain(process: subprocess.Popen[bytes], output: bytearray) -> None:
-    """Chunk by chunk, so that what came before a time limit is there."""
+    """Read in chunks, so that the output before a timeout is kept."""
     assert process.stdout is not None
     while chunk := os.read(process.stdout.fileno(), 1 << 16):
         output += chunk
 
 
 def end_group(pid: int) -> None:
-    """With all that the script started and did not detach."""
+    """Kill the script and all processes that it started and did not detach."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -125,16 +125,16 @@ def end_group(pid: int) -> None:
 
 
 def judge(harness: Harness, spec: Any, log: Path) -> dict[str, Any]:
-    """SWE-bench's verdict. A log that its parser stumbles over counts as not resolved, as in its own runs."""
+    """Return SWE-bench's report. A log that its parser cannot read counts as not resolved, as in its own runs."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "agent", "model_patch": ""}
     try:
         return harness.get_eval_report(spec, prediction, str(log), include_tests_status=True)[spec.instance_id]
-    except Exception as error:  # the text that it reads is whatever the tests printed
+    except Exception as error:  # it parses whatever the tests printed
         return {"resolved": False, "error": f"{type(error).__name__}: {error}"}
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return the result in one line."""
     verdict = "resolved" if report["resolved"] else "not resolved"
     tests = report.get("tests_status")
     if tests is None:
