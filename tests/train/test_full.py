@@ -282,19 +282,18 @@ ON_VLLM = FULL.model_copy(update={"engine": EngineConfig(type="vllm", url="http:
 
 
 @pytest.mark.parametrize(
-    ("config", "elsewhere", "message"),
+    ("config", "remote", "message"),
     [
         (ON_VLLM, False, "`engine.type` `vllm` takes adapters only"),
         (FULL, True, "a policy on another machine"),
     ],
 )
-def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(
-    config: RunConfig, elsewhere: bool, message: str
-):
+def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(config: RunConfig, remote: bool, message: str):
     with pytest.raises(UsageError, match=message):
-        check_method(config, elsewhere=elsewhere, attempting=True)
-    check_method(FULL, elsewhere=False, attempting=True)
-    check_method(ON_VLLM, elsewhere=False, attempting=False)  # recorded rollouts ask no engine
+        check_method(config, remote=remote)
+    check_method(FULL, remote=False)
+    recorded = ON_VLLM.tasks.model_copy(update={"source": "recorded"})
+    check_method(ON_VLLM.model_copy(update={"tasks": recorded}), remote=False)  # they need no engine
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from dockyard.config import EngineConfig
 from dockyard.engine.http import ModelServer
 from dockyard.engine.protocol import GenerateRequest
-from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, Served, Wire, models_in, read_draw
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, ServedModel, Wire, models_in, read_draw
 from dockyard.errors import EngineError
 
 # Where tokenizers differ: capitals, digits, runs of spaces, letters outside ASCII.
-_TEXT = "def Main():\n        return 'naïve' + str(1234567)  # → 42\n"
+PROBE_TEXT = "def Main():\n        return 'naïve' + str(1234567)  # → 42\n"
 _TOP = 5
 
 
@@ -37,19 +37,19 @@ class ServerRequirements:
     def of(cls, model: str, model_dir: Path, lora_rank: int, num_versions: int = 1) -> Self:
         """For the model in this folder."""
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        token_ids = tokenizer.encode(_TEXT, add_special_tokens=False).ids
-        return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids, num_versions=num_versions)
+        token_ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False).ids
+        return cls(model=model, lora_rank=lora_rank, text=PROBE_TEXT, token_ids=token_ids, num_versions=num_versions)
 
 
 async def open_checked(
-    server: ModelServer, wire: Wire, config: EngineConfig, wanted: ServerRequirements, *, logprobs_hint: str
+    server: ModelServer, wire: Wire, config: EngineConfig, required: ServerRequirements, *, logprobs_hint: str
 ) -> RemoteEngine:
     """An engine over a server that can be given new weights, after every check."""
-    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
+    start = f"start the server with `{wire.command(required.model, required.lora_rank)}`"
     served = served_as(server, config, await find_card(server, config, hint=start))
-    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
-    await check_logprobs(server, wire, served, wanted, hint=logprobs_hint)
-    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
+    check_ids(server, await tokenize(server, served, required.text), required, hint=start)
+    await check_logprobs(server, wire, served, required, hint=logprobs_hint)
+    return RemoteEngine(server, wire, served, num_versions=required.num_versions)
 
 
 async def find_card(server: ModelServer, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ async def find_card(server: ModelServer, config: EngineConfig, *, hint: str) -> 
     return cards[name]
 
 
-def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]) -> Served:
+def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]) -> ServedModel:
     """The model's name there and its context length, as far as the settings allow."""
     limit, wish = card.get("max_model_len"), config.context_length
     if limit is None and wish is None:
@@ -82,10 +82,10 @@ def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]
             f"`engine.context_length` is {wish}, and `{server.url}` has {limit}",
             hint="`--engine.context_length none`, or give the server a longer context",
         )
-    return Served(name=str(card["id"]), context_length=int(wish or limit or 0))
+    return ServedModel(name=str(card["id"]), context_length=int(wish or limit or 0))
 
 
-async def tokenize(server: ModelServer, served: Served, text: str) -> list[int]:
+async def tokenize(server: ModelServer, served: ServedModel, text: str) -> list[int]:
     """By the server's own tokenizer."""
     body = {"model": served.name, "prompt": text, "add_special_tokens": False}
     answer = await server.post("/tokenize", body)
@@ -99,21 +99,21 @@ async def tokenize(server: ModelServer, served: Served, text: str) -> list[int]:
             )
 
 
-def check_ids(server: ModelServer, token_ids: Sequence[int], wanted: ServerRequirements, *, hint: str) -> None:
+def check_ids(server: ModelServer, token_ids: Sequence[int], required: ServerRequirements, *, hint: str) -> None:
     """Refuse a server whose token ids mean something else than ours."""
-    if list(token_ids) != list(wanted.token_ids):
+    if list(token_ids) != list(required.token_ids):
         raise EngineError(
-            f"`{server.url}` has another tokenizer than `{wanted.model}`: {wanted.text!r} is {list(token_ids)} there "
-            f"and {list(wanted.token_ids)} here",
+            f"`{server.url}` has another tokenizer than `{required.model}`: {required.text!r} is {list(token_ids)} "
+            f"there and {list(required.token_ids)} here",
             hint=hint,
         )
 
 
 async def check_logprobs(
-    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, *, hint: str
+    server: ModelServer, wire: Wire, served: ServedModel, required: ServerRequirements, *, hint: str
 ) -> None:
     """Refuse a server that reports the model's own logprobs, not those of the distribution it draws from."""
-    cool, warm = [await _probe(server, wire, served, wanted, temperature) for temperature in (1.0, 2.0)]
+    cool, warm = [await _probe(server, wire, served, required, temperature) for temperature in (1.0, 2.0)]
     if not are_logprobs(cool.top) or not are_tempered(cool.top, warm.top):
         raise EngineError(
             f"`{server.url}` sends logprobs without the temperature: not those of the distribution it samples from",
@@ -122,10 +122,10 @@ async def check_logprobs(
 
 
 async def _probe(
-    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, temperature: float
+    server: ModelServer, wire: Wire, served: ServedModel, required: ServerRequirements, temperature: float
 ) -> Draw:
     request = GenerateRequest(
-        prompt_ids=np.array(wanted.token_ids, dtype=np.int32),
+        prompt_ids=np.array(required.token_ids, dtype=np.int32),
         max_new_tokens=1,
         temperature=temperature,
         stop_ids=frozenset(),
@@ -136,7 +136,7 @@ async def _probe(
     if answer.status == 404:
         raise EngineError(
             f"`{server.url}{wire.generate_path}` does not exist: {answer.reason}",
-            hint=f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`",
+            hint=f"start the server with `{wire.command(required.model, required.lora_rank)}`",
         )
     return read_draw(server, wire, answer)
 

@@ -90,7 +90,7 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model as its server lists it."""
 
     name: str
@@ -134,7 +134,7 @@ class _Adapter:
 class RemoteEngine:
     """Implements `Engine` over a server that was checked (`checks.py`)."""
 
-    def __init__(self, server: ModelServer, wire: Wire, served: Served, *, num_versions: int = 1) -> None:
+    def __init__(self, server: ModelServer, wire: Wire, served: ServedModel, *, num_versions: int = 1) -> None:
         """So many versions stay loaded, for rollouts that began with them."""
         self._server = server
         self._num_versions = num_versions

@@ -14,10 +14,10 @@ from dockyard.engine.http import ModelServer, ServerResponse
 from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 
 
-async def connect_sglang(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
+async def connect_sglang(server: ModelServer, config: EngineConfig, required: ServerRequirements) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
     flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
-    return await open_checked(server, SGLangWire(), config, wanted, logprobs_hint=flag)
+    return await open_checked(server, SGLangWire(), config, required, logprobs_hint=flag)
 
 
 class SGLangWire:

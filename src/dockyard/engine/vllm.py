@@ -15,10 +15,10 @@ from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` accepts
 
 
-async def connect_vllm(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
+async def connect_vllm(server: ModelServer, config: EngineConfig, required: ServerRequirements) -> RemoteEngine:
     """An engine over this server, once it has shown that it can be trained with."""
     flag = "start the server with `--logprobs-mode processed_logprobs`"
-    return await open_checked(server, VLLMWire(), config, wanted, logprobs_hint=flag)
+    return await open_checked(server, VLLMWire(), config, required, logprobs_hint=flag)
 
 
 def max_rank(rank: int) -> int:

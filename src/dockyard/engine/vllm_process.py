@@ -40,7 +40,7 @@ _ERROR = re.compile(r"\b(\w*Error|error):")
 
 @asynccontextmanager
 async def serving(
-    engine: EngineConfig, model: ModelConfig, model_dir: Path, wanted: ServerRequirements, log: Path
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, required: ServerRequirements, log: Path
 ) -> AsyncGenerator[EngineConfig]:
     """The settings of a server that can be asked: one that is started for this block, or whatever they name.
 
@@ -51,7 +51,7 @@ async def serving(
         return
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
-        words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
+        words = [*engine.command, str(model_dir), *options(engine, model, required, port)]
         process = await _start(words, engine.args, url, log)
     try:
         async with ends_with(process, lambda: _ended(process, log)):
@@ -60,16 +60,16 @@ async def serving(
         await _end(process)
 
 
-def options(engine: EngineConfig, model: ModelConfig, wanted: ServerRequirements, port: int) -> list[str]:
+def options(engine: EngineConfig, model: ModelConfig, required: ServerRequirements, port: int) -> list[str]:
     """What vLLM is started with so that a run can train with it."""
     dtype = model.dtype if model.dtype != "auto" else "float32" if model.device == "cpu" else "bfloat16"
     length = ["--max-model-len", str(engine.context_length)] if engine.context_length else []
     # Rollouts of all versions share a batch. A new one is loaded before the oldest goes.
-    adapters = ["--max-loras", str(wanted.num_versions), "--max-cpu-loras", str(wanted.num_versions + 1)]
+    adapters = ["--max-loras", str(required.num_versions), "--max-cpu-loras", str(required.num_versions + 1)]
     return [
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", wanted.model, "--dtype", dtype),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", required.model, "--dtype", dtype),
         *("--gpu-memory-utilization", str(engine.memory_share), "--logprobs-mode", "processed_logprobs"),
-        *("--enable-lora", "--max-lora-rank", str(max_rank(wanted.lora_rank)), *adapters, *length),
+        *("--enable-lora", "--max-lora-rank", str(max_rank(required.lora_rank)), *adapters, *length),
     ]
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from dockyard.rollout.pool import failure_counts
+from dockyard.rollout.blame import failure_counts
 from dockyard.types import Rollout
 
 

@@ -19,8 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dockyard.collect.run_order import causes_text
-from dockyard.rollout.trial import Phase
+from dockyard.rollout.blame import causes_text
+from dockyard.rollout.order import Phase
 from dockyard.trainer.report import chart
 from dockyard.types import IntArray, Rollout, Task
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from dockyard.config import GRPOConfig
 from dockyard.rl.advantage import has_signal
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)

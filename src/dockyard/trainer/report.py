@@ -5,10 +5,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dockyard.collect.evaluate import aligned
 from dockyard.collect.passk import score_rollouts
+from dockyard.collect.table import aligned
 from dockyard.rl.statistics import gateway_line, gateway_metrics
-from dockyard.rollout.pool import failure_counts
+from dockyard.rollout.blame import failure_counts
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase
 from dockyard.types import Rollout
 

@@ -87,7 +87,7 @@ class Next:
 _NOBODY = Next(token_id=0, start=SCRATCH.start, length=1, temperature=1.0, draw=0.0)
 
 
-class Model(Protocol):
+class PackedModel(Protocol):
     """Writes to the pool what it runs."""
 
     def logits(self, packed: Packed) -> Tensor: ...
@@ -134,7 +134,7 @@ class CudaGraphs:
 class _Step:
     """For one batch size: the tensor that is filled, and the one that is read."""
 
-    def __init__(self, model: Model, size: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, model: PackedModel, size: int, max_length: int, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._limits = torch.tensor([1, max_length, 0])
@@ -169,7 +169,7 @@ class Steps:
 
     def __init__(
         self,
-        model: Model,
+        model: PackedModel,
         device: torch.device,
         recorder: Callable[[], Recorder],
         *,
@@ -207,7 +207,7 @@ def _at_least(wanted: int, choices: Sequence[int]) -> int:
     return choices[bisect_left(choices, wanted)]
 
 
-def steps_for(model: Model, shape: KVShape, max_batch: int, max_length: int) -> Steps:
+def steps_for(model: PackedModel, shape: KVShape, max_batch: int, max_length: int) -> Steps:
     """Those of a device."""
     if shape.device.type != "cuda":
         sizes = range(1, max_batch + 1)
