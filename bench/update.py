@@ -28,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dockyard.config import GRPOConfig, TrainerConfig
+from dockyard.engine.torch_internals import replace_call
 from dockyard.errors import DockyardError
 from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree, plant
@@ -175,7 +176,7 @@ class Ours:
     def close(self) -> None:
         """Leave the base model as it was: nobody else is to run our compiled layers."""
         for layer in self.policy.model.unload().model.layers:
-            layer._compiled_call_impl = None
+            replace_call(layer, None)
 
 
 class Plain:

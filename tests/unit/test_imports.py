@@ -43,6 +43,7 @@ TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
 TORCH_ALLOWED = (
     "convert/slime_pt*",
     "engine/embedded/*",
+    "engine/torch_internals*",
     "engine/weights*",
     "rl/loss*",
     "trainer/*",
@@ -261,4 +262,6 @@ def test_importing_needs_no_harbor(package: str):
 
 
 def test_the_check_sees_a_module_that_needs_harbor():
-    assert without_harbor(["dockyard.rl.advantage", "dockyard.rollout.trial"]) == "dockyard.rollout.trial needs harbor\n"
+    assert (
+        without_harbor(["dockyard.rl.advantage", "dockyard.rollout.trial"]) == "dockyard.rollout.trial needs harbor\n"
+    )

@@ -11,25 +11,19 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from dockyard.trainer.kernels import AttentionBlock, choose_kernel
 from dockyard.types import IntArray
 
 NAME = "dockyard_rows"
 """Under which transformers knows it."""
-_SQUARE = 2048
-"""Tokens of a triangle from which cuDNN's plans pay."""
-_PLAIN_QUERIES = 1024
-"""How many are compared with all keys at once."""
-_RECTANGLE = 8192**2
-"""Scores of a rectangle, likewise: its shapes hardly ever come twice."""
 
 
 def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
@@ -121,171 +115,6 @@ def in_layer(row_blocks: Tensor, index: int) -> Tensor:
     return own
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBlock:
-    """What one block gives its queries."""
-
-    out_QHD: Tensor
-    lse_HQ: Tensor
-
-
-class Kernel(Protocol):
-    """Attention of queries to keys of one sequence, with the log-sum-exp of their scores; causal where it is square."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock: ...
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-_aten: Any = torch.ops.aten
-
-
-def _heads_first(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
-
-
-def _tokens_first(x_1HTD: Tensor) -> Tensor:
-    return x_1HTD[0].transpose(0, 1)
-
-
-class CuDNN:
-    """The fastest on Hopper. It makes a plan for each shape, in 0.1 s, so that shapes are rounded up to a few.
-
-    Queries past the end come to nothing; keys past the end are seen by them alone.
-    """
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        num, spare = len(q_QHD), rounded_up(len(q_QHD)) - len(q_QHD)
-        q, k, v = (_heads_first(_longer(x, spare if causal or x is q_QHD else 0)) for x in (q_QHD, k_KGD, v_KGD))
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-        return AttentionBlock(_tokens_first(out)[:num], lse[0, :, :num, 0])
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        spare = rounded_up(len(q_QHD)) - len(q_QHD)
-        grad, q, out = (_heads_first(_longer(x, spare)) for x in (grad_QHD, q_QHD, part.out_QHD))
-        k, v = (_heads_first(_longer(x, spare if causal else 0)) for x in (k_KGD, v_KGD))
-        lse = pad(part.lse_HQ, (0, spare), value=torch.inf)[None, :, :, None]  # a probability of 0
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            *(grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
-        )
-        dq, dk, dv = map(_tokens_first, grads)
-        return dq[: len(q_QHD)], dk[: len(k_KGD)], dv[: len(k_KGD)]
-
-
-def rounded_up(num_tokens: int) -> int:
-    """One of 32 lengths to the octave."""
-    step = max(128, 2 ** (num_tokens.bit_length() - 6))
-    return -(-num_tokens // step) * step
-
-
-def _longer(x_THD: Tensor, spare: int) -> Tensor:
-    return pad(x_THD, (0, 0, 0, 0, 0, spare)) if spare else x_THD
-
-
-class Flash:
-    """FlashAttention as torch has it: no plans, any shape."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        out, lse, *_ = _aten._flash_attention_forward(
-            *(q_QHD, k_KGD, v_KGD, *self._bounds(q_QHD, k_KGD), 0.0, causal, False)
-        )
-        return AttentionBlock(out, lse)
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
-        return _aten._flash_attention_backward(
-            *(grad_QHD, q_QHD, k_KGD, v_KGD, part.out_QHD, part.lse_HQ.contiguous(), *self._bounds(q_QHD, k_KGD)),
-            *(0.0, causal, unused, unused[:0]),
-        )
-
-    def _bounds(self, q_QHD: Tensor, k_KGD: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        num_q, num_k = len(q_QHD), len(k_KGD)
-        bounds = torch.tensor([[0, num_q], [0, num_k]], dtype=torch.int32).to(q_QHD.device, non_blocking=True)
-        return bounds[0], bounds[1], num_q, num_k
-
-
-class Cpu:
-    """FlashAttention for CPUs, which knows no groups of heads."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return AttentionBlock(_tokens_first(out), lse[0])
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_heads_first(grad_QHD), q, k, v, _heads_first(part.out_QHD), part.lse_HQ[None].contiguous(), 0.0, causal)
-        )
-        dq, dk, dv = map(_tokens_first, grads)
-        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
-
-
-class Plain:
-    """Matrix products and a softmax, for number formats that no fused kernel takes: float32 on a GPU."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
-        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
-            scores_HqK = self._scores(q_QHD[start : start + _PLAIN_QUERIES].transpose(0, 1), k_HKD, start, causal)
-            outs.append((scores_HqK.softmax(-1) @ v_HKD).transpose(0, 1))
-            lses.append(scores_HqK.logsumexp(-1))
-        return AttentionBlock(torch.cat(outs), torch.cat(lses, 1))
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
-        dqs: list[Tensor] = []
-        dk_HKD, dv_HKD = torch.zeros_like(k_HKD), torch.zeros_like(v_HKD)
-        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
-            some = slice(start, start + _PLAIN_QUERIES)
-            q, grad, out = (x[some].transpose(0, 1) for x in (q_QHD, grad_QHD, part.out_QHD))
-            probabilities_HqK = (self._scores(q, k_HKD, start, causal) - part.lse_HQ[:, some, None]).exp()
-            dv_HKD += probabilities_HqK.transpose(1, 2) @ grad
-            slope_HqK = grad @ v_HKD.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
-            slope_HqK = probabilities_HqK * slope_HqK * q.shape[2] ** -0.5
-            dqs.append((slope_HqK @ k_HKD).transpose(0, 1))
-            dk_HKD += slope_HqK.transpose(1, 2) @ q
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        dk, dv = (x.unflatten(0, (-1, groups)).sum(1).transpose(0, 1) for x in (dk_HKD, dv_HKD))
-        return torch.cat(dqs), dk, dv
-
-    def _all_heads(self, q_QHD: Tensor, *shared: Tensor) -> list[Tensor]:
-        groups = q_QHD.shape[1] // shared[0].shape[1]
-        return [x_KGD.transpose(0, 1).repeat_interleave(groups, 0) for x_KGD in shared]
-
-    def _scores(self, q_HqD: Tensor, k_HKD: Tensor, start: int, causal: bool) -> Tensor:
-        scores_HqK = q_HqD @ k_HKD.transpose(1, 2) * q_HqD.shape[2] ** -0.5
-        if not causal:
-            return scores_HqK
-        keys_K = torch.arange(k_HKD.shape[1], device=q_HqD.device)
-        queries_q1 = torch.arange(start, start + q_HqD.shape[1], device=q_HqD.device)[:, None]
-        return scores_HqK.masked_fill(keys_K > queries_q1, -torch.inf)
-
-
-def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
-    if q_QHD.device.type == "cpu":
-        return Cpu()
-    if q_QHD.dtype not in (torch.bfloat16, torch.float16):
-        return Plain()
-    large = num_keys >= _SQUARE if causal else len(q_QHD) * num_keys >= _RECTANGLE
-    return CuDNN() if large and q_QHD.shape[2] <= 128 else Flash()
-
-
 @torch.library.custom_op("dockyard::row_attention", mutates_args=())
 def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[Tensor, Tensor]:
     """What each token gets from those it sees, and the log-sum-exp of its scores."""
@@ -294,18 +123,18 @@ def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tenso
     if call.made:
         call.made.keep(call.layer, k_TGD, v_TGD)
     if call.is_one_sequence:
-        part = _kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
+        part = choose_kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
         return part.out_QHD.contiguous(), part.lse_HQ.contiguous()
     out_THD = torch.zeros(q_THD.shape, dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
     lse_HT = torch.full((heads, num), -torch.inf, dtype=out_THD.dtype, device=q_THD.device)
     for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
-        kernel = _kernel(q, last - first, causal=start == first)
+        kernel = choose_kernel(q, last - first, causal=start == first)
         part = kernel.forward(q, k, v, start == first)
         _join(out_THD[start:stop], lse_HT[:, start:stop], part)
     if call.seen:
         k, v = call.seen.seen[call.layer]
-        _join(out_THD, lse_HT, _kernel(q_THD, len(k), causal=False).forward(q_THD, k, v, False))
+        _join(out_THD, lse_HT, choose_kernel(q_THD, len(k), causal=False).forward(q_THD, k, v, False))
     return out_THD.to(q_THD.dtype), lse_HT
 
 
@@ -332,7 +161,7 @@ def row_attention_backward(
     """Each block's own gradient, with the probabilities that the joined log-sum-exps give."""
     call = _Call.of(row_blocks)
     if call.is_one_sequence and not (call.made and call.made.grads):
-        kernel = _kernel(q_THD, len(q_THD), causal=True)
+        kernel = choose_kernel(q_THD, len(q_THD), causal=True)
         dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, AttentionBlock(out_THD, lse_HT), True)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -340,13 +169,13 @@ def row_attention_backward(
     for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
         part = AttentionBlock(out_THD[start:stop], lse_HT[:, start:stop])
-        kernel = _kernel(q, last - first, causal=start == first)
+        kernel = choose_kernel(q, last - first, causal=start == first)
         grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
         for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
             total[slice(*rows)] += grad
     if call.seen:
         k, v = call.seen.seen[call.layer]
-        kernel = _kernel(q_THD, len(k), causal=False)
+        kernel = choose_kernel(q_THD, len(k), causal=False)
         dq, *asked = kernel.backward(grad_THD, q_THD, k, v, AttentionBlock(out_THD, lse_HT), False)
         sums[0] += dq
         call.seen.add(call.layer, *asked)

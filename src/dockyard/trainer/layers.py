@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as partitioner
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from dockyard.engine.torch_internals import activation_budget, mark_dynamic, original_call, replace_call
 from dockyard.trainer.attention import in_layer
 from dockyard.trainer.memory import free_bytes
 
@@ -49,7 +49,7 @@ def _compiled() -> Callable[..., Any]:
     """A function of its own each time: the compiler remembers its results by the function's code."""
 
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        return layer._call_impl(*args, **kwargs)
+        return original_call(layer)(*args, **kwargs)
 
     code = run.__code__.replace(co_name=f"run_{next(_NUMBERS)}")
     return torch.compile(FunctionType(code, run.__globals__, code.co_name))
@@ -80,7 +80,7 @@ class Layers:
         self._runs = {keep: _compiled() for keep in _BUDGETS}
         self._without_gradients = _compiled()
         for index, layer in enumerate(layers):
-            layer._compiled_call_impl = partial(self._call, index, layer)
+            replace_call(layer, partial(self._call, index, layer))
 
     def be_careful(self) -> None:
         """Keep less from now on: it was too much."""
@@ -93,7 +93,7 @@ class Layers:
         if self._compiled:
             _mark_lengths((hidden_1TD, *args, *kwargs.values()), hidden_1TD.shape[1])
         if not torch.is_grad_enabled():
-            run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
+            run = partial(self._without_gradients, layer) if self._compiled else original_call(layer)
             return run(hidden_1TD, *args, **kwargs)
         if index == 0:
             self._plan = self._choose(layer, hidden_1TD, args, kwargs)
@@ -101,10 +101,10 @@ class Layers:
 
     def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
         level = max(keep, Keep.ATTENTION)
-        run = partial(self._runs[level], layer) if self._compiled else layer._call_impl
+        run = partial(self._runs[level], layer) if self._compiled else original_call(layer)
         if self._in_parts and _has_parts(layer):
             run = partial(_run_in_parts, layer)
-        with partitioner.patch(activation_memory_budget=_BUDGETS[level]):
+        with activation_budget(_BUDGETS[level]):
             if keep > Keep.NOTHING:
                 return run(*args, **kwargs)
             with save_on_cpu(pin_memory=True) if keep is Keep.OFFLOADED else nullcontext():
@@ -169,14 +169,15 @@ def _run_in_parts(layer: Any, *args: Any, **kwargs: Any) -> Any:
     part = layer.mlp
 
     def in_parts(hidden_1TD: Tensor) -> Tensor:
-        made = [checkpoint(part._call_impl, some, use_reentrant=False) for some in hidden_1TD.split(_PART_TOKENS, 1)]
+        run = original_call(part)
+        made = [checkpoint(run, some, use_reentrant=False) for some in hidden_1TD.split(_PART_TOKENS, 1)]
         return torch.cat(made, dim=1)
 
-    part._compiled_call_impl = in_parts  # what is called in its place
+    replace_call(part, in_parts)
     try:
-        return layer._call_impl(*args, **kwargs)
+        return original_call(layer)(*args, **kwargs)
     finally:
-        part._compiled_call_impl = None
+        replace_call(part, None)
 
 
 def _shortened(value: Any, num: int, short: int) -> Any:
@@ -228,6 +229,6 @@ def _mark_lengths(values: Iterable[Any], num_tokens: int) -> None:
             _mark_lengths(value, num_tokens)
         elif isinstance(value, Tensor) and value.ndim > 1:
             if value.shape[1] == num_tokens:
-                torch._dynamo.maybe_mark_dynamic(value, 1)
+                mark_dynamic(value, 1)
             elif value.device.type == "cpu":  # the blocks of attention
-                torch._dynamo.maybe_mark_dynamic(value, 0)
+                mark_dynamic(value, 0)

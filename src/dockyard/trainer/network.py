@@ -25,6 +25,7 @@ from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
 from dockyard.trainer.attention import wide
+from dockyard.trainer.kernels import rounded_up
 from dockyard.trainer.layers import Keep, Layers
 from dockyard.trainer.memory import gradient_bytes
 from dockyard.types import IntArray
@@ -275,7 +276,7 @@ class _Padded:
         cls, row: PackedRow, device: torch.device, trunk: attention.PrefixKV | None = None, *, made: bool = False
     ) -> Self:
         num = len(row.token_ids)
-        spare = attention.rounded_up(num) - num if device.type == "cuda" else 0
+        spare = rounded_up(num) - num if device.type == "cuda" else 0
         blocks = attention.blocks_of(row.positions, row.ends)
         blocks[-1, [1, 3]] += spare  # the last run's triangle: nobody sees what is past its end
         return cls(

@@ -20,6 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dockyard.engine.embedded.kv import SCRATCH, KVPool
+from dockyard.engine.torch_internals import (
+    block_weight,
+    blocked_linear,
+    cpu_flash_forward,
+    flash_forward,
+    mark_dynamic,
+    original_call,
+    replace_call,
+)
 from dockyard.engine.weights import num_weights, worth_compiling
 from dockyard.types import IntArray
 
@@ -27,7 +36,6 @@ NAME = "dockyard"
 """Under which transformers knows it."""
 _QUERIES = 1024
 """How many are compared with all keys at once where that takes a mask."""
-_aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +91,13 @@ def _flash(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, limits: Tensor, sc
     """Regions need not be adjacent: with lengths given, the kernel takes the bounds of keys as beginnings only."""
     bounds_R, starts_R, lengths_R = rows_3R
     max_q, max_k, _ = limits.tolist()
-    return _aten._flash_attention_forward(
-        *(q_THD, pool_2SGD[0], pool_2SGD[1], bounds_R, starts_R, max_q, max_k, 0.0, True, False),
+    out_THD, _ = flash_forward(
+        *(q_THD, pool_2SGD[0], pool_2SGD[1], bounds_R, starts_R, max_q, max_k),
+        causal=True,
         scale=scale,
-        seqused_k=lengths_R[:-1],
-    )[0]
+        k_lengths=lengths_R[:-1],
+    )
+    return out_THD
 
 
 def _gathered(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, max_k: int, scale: float) -> Tensor:
@@ -143,7 +153,7 @@ def _over_prefix(q_RGqD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared:
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention on a CPU, and the log-sum-exp of each query's scores."""
     added = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    return cpu_flash_forward(q, k, v, causal=False, added_mask=added, scale=scale)
 
 
 def _one_by_one(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:
@@ -209,7 +219,6 @@ AttentionInterface.register(NAME, _for_transformers)
 
 _MOST_WEIGHTS = 10**9
 """Of a model that is packed: 4 GB more."""
-_mkldnn: Any = torch.ops.mkldnn
 
 
 def worth_packing(model: Any) -> bool:
@@ -242,8 +251,7 @@ def _merged(module: Any) -> Tensor:
 
 
 def _pack(module: Any, weight: Tensor, bias: Any) -> None:
-    packed = _mkldnn._reorder_linear_weight(weight)
-    module._compiled_call_impl = partial(_linear, packed, bias)
+    replace_call(module, partial(_linear, block_weight(weight), bias))
 
 
 def _is_plain(module: Any) -> bool:
@@ -251,8 +259,8 @@ def _is_plain(module: Any) -> bool:
     return type(module.get_base_layer()) is nn.Linear and not module.lora_variant and not module.merged
 
 
-def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return _mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _linear(blocked: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return blocked_linear(x, blocked, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +297,7 @@ def pack(pieces: Sequence[Piece], device: torch.device) -> Packed:
 
 
 def _run_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return layer._call_impl(*args, **kwargs)
+    return original_call(layer)(*args, **kwargs)
 
 
 class PooledModel:
@@ -298,10 +306,8 @@ class PooledModel:
     def __init__(self, model: Any, pool: KVPool) -> None:
         self.pool = pool
         self._packs = worth_packing(model)
-        self._run_layer: Any = _run_layer
         self._compiled = worth_compiling(model)
-        if self._compiled:
-            self._run_layer = torch.compile(_run_layer)
+        self._run_layer: Any = torch.compile(_run_layer) if self._compiled else _run_layer
         self.take_over(model)
 
     def take_over(self, model: Any) -> None:
@@ -314,7 +320,7 @@ class PooledModel:
         if self._packs:
             pack_linears(causal)
         for index, layer in enumerate(causal.get_decoder().layers):
-            layer._compiled_call_impl = partial(self._call, index, layer)
+            replace_call(layer, partial(self._call, index, layer))
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -343,11 +349,11 @@ class PooledModel:
 
 def _mark_lengths(hidden_1TD: Tensor, kwargs: dict[str, Any]) -> None:
     """Tell the compiler which sizes differ from call to call, or it would compile for each."""
-    torch._dynamo.maybe_mark_dynamic(kwargs["slots"], 0)
+    mark_dynamic(kwargs["slots"], 0)
     by_token = (hidden_1TD, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ()))
     for value in (*by_token, kwargs["rows"], kwargs["pool"]):
         if value is not None:
-            torch._dynamo.maybe_mark_dynamic(value, 1)
+            mark_dynamic(value, 1)
 
 
 def _narrow_adapters(model: Any) -> None:
