@@ -17,7 +17,7 @@ from dockyard.trainer.loop import train
 from dockyard.trainer.modes import OpenLearner, RunInputs, check_method, choose_mode, makes_rollouts
 from dockyard.trainer.record import StepRecord
 from dockyard.trainer.recorded import load_groups
-from dockyard.trainer.report import draw_curve, report, summarise
+from dockyard.trainer.report import RunSummary, draw_curve, report
 from dockyard.trainer.trackers import Trackers, check_trackers, open_trackers
 
 
@@ -33,8 +33,9 @@ def run_training(config: RunConfig, *, run_dir: RunDir, open_remote: OpenLearner
         words = Words.of([*inputs.tasks.train, *inputs.tasks.heldout], inputs.renderer.text)
         with TrainingProgress(config.steps, words=words) as progress:
             process.run(_run(inputs, progress, trackers, open_remote))
-        summary = summarise(run_dir, wall_s=time.monotonic() - start)
-        trackers.conclude(summary)
+        summary = RunSummary.of(run_dir, wall_s=time.monotonic() - start)
+        run_dir.write_summary(summary.json())
+        trackers.conclude(summary.json())
     draw_curve(summary, run_dir.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
