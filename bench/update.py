@@ -138,7 +138,7 @@ def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
         if not rows or sum(len(other.token_ids) for other in rows[-1]) + len(item.token_ids) > row_tokens:
             rows.append([])
         rows[-1].append(item)
-    return [Tree(trunk=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
+    return [Tree(prefix=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
 
 
 def side_by_side(examples: list[Example]) -> PackedRow:

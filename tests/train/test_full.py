@@ -81,7 +81,7 @@ def plain_loss(model: Any, groups: list[Group]) -> Tensor:
 def test_two_updates_are_those_of_a_plain_model_and_adamw(
     monkeypatch: pytest.MonkeyPatch, tied: bool, micro_batch_tokens: int, worth_a_pass: int
 ):
-    """In one row, in several, and in several over one trunk."""
+    """In one row, in several, and in several over one prefix."""
     monkeypatch.setattr(trees, "_WORTH_A_PASS", worth_a_pass)
     plain = model_of(tied=tied, dtype=torch.float64)  # AdamW makes a step of the smallest difference
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

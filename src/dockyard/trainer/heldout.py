@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heldout:
-    """Evaluations with the same tasks, agent and seeds each time: what differs is the weights."""
+    """Evaluations with the same tasks, agent and seeds each time, so that only the weights differ."""
 
     tasks: list[Task]
     attempts: TaskRollouts | None
@@ -29,7 +29,7 @@ class Heldout:
         """Evaluate the base model."""
         await self._score(EVAL_BEFORE, "before training")
         if self.tasks and self.attempts and self.learner.engine is None:
-            logger.warning("no evaluation of trained weights: `%s` does not get them", self.config.engine.url)
+            logger.warning("trained weights are not evaluated: `%s` does not get them", self.config.engine.url)
 
     async def during(self, version: int) -> dict[str, float]:
         """Evaluate this version if that is due, and return its metrics. `after` evaluates the last version."""
