@@ -147,7 +147,7 @@ async def test_failures_that_pass_are_waited_out(kind: str, caplog: pytest.LogCa
         server.failures = [503, 500]
         assert len((await generate(engine, ask())).token_ids) == 6
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == [f"{server.url} does not answer, asking again for 30 s: HTTP 503: no", f"{server.url} answers again"]
+    assert said == [f"{server.url} does not answer, retrying for 30 s: HTTP 503: no", f"{server.url} answers again"]
 
 
 async def test_a_server_that_goes_on_failing_is_an_engine_error(kind: str):

@@ -70,7 +70,7 @@ async def test_what_a_server_gives_up_for_new_weights_goes_on_from_there():
 async def test_a_server_that_gives_up_for_ever_has_failed():
     async with serving("sglang") as (engine, server):
         server.cuts = [0] * 1000
-        with pytest.raises(EngineError, match="gave up a call 32 times"):
+        with pytest.raises(EngineError, match="stopped a call 32 times"):
             await generate(engine, ask())
 
 

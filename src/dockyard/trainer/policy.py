@@ -97,9 +97,7 @@ class Policy:
                 said = str(error).partition(". ")[0]  # memory is free only once the error and its traceback are
             if not self._network.save_memory():
                 break
-            logger.info(
-                "a row of %s tokens did not fit (%s): trying again with fewer activations", f"{longest:,}", said
-            )
+            logger.info("a row of %s tokens did not fit (%s): retrying with fewer activations", f"{longest:,}", said)
         raise DockyardError(
             f"a row of {longest:,} tokens does not fit the GPU's memory: {said}",
             hint="lower `--trainer.micro_batch_tokens`, give the engine less memory, or set `--trainer.offload true`",
