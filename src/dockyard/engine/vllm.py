@@ -1,6 +1,7 @@
 """vLLM's wire format: `/inference/v1/generate`, token ids in, token ids and logprobs out.
 
-Closing the connection aborts a request. The prefix cache is keyed by the adapter's name, in newer versions also its path.
+Closing the connection aborts a request. The prefix cache is keyed by the adapter's name (and in newer versions its
+path).
 """
 
 from typing import Any

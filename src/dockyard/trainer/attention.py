@@ -130,19 +130,20 @@ class RowLayout:
     """What every layer is called with besides hidden states. Both tensors are on the CPU."""
 
     row_blocks: Tensor
-    """The blocks of the row, one in each line (`blocks_of`)."""
+    """The blocks of the row (`blocks_of`), then an empty block: the compiler would specialise on a single line."""
     row_call: Tensor
     """Three numbers: the layer, the prefix (0 for none), and 1 if this pass computes the prefix."""
 
     @classmethod
     def of(cls, blocks: NDArray[np.int64], prefix: PrefixKV | None = None, *, computes_prefix: bool = False) -> Self:
         number = prefix.number if prefix else _NO_PREFIX
-        return cls(torch.from_numpy(blocks), torch.tensor([0, number, int(computes_prefix)]))
+        lines = np.concatenate([blocks, np.zeros((1, 4), dtype=np.int64)])
+        return cls(torch.from_numpy(lines), torch.tensor([0, number, int(computes_prefix)]))
 
     @classmethod
     def one_sequence(cls, num_tokens: int) -> Self:
         """The layout of a plain sequence without a prefix."""
-        return cls.of(np.array([[0, num_tokens] * 2], dtype=np.int64))
+        return cls(torch.tensor([[0, num_tokens] * 2, [0] * 4]), torch.tensor([0, _NO_PREFIX, 0]))
 
     @property
     def arguments(self) -> dict[str, Tensor]:
@@ -170,10 +171,11 @@ class _LayerCall:
 
     @classmethod
     def of(cls, row_blocks: Tensor, row_call: Tensor) -> Self:
+        *blocks, _ = row_blocks.tolist()
         layer, number, computes_prefix = row_call.tolist()
         prefix = _CONTEXT.prefixes.get(number)
         return cls(
-            blocks=row_blocks.tolist(),
+            blocks=blocks,
             layer=layer,
             computed=prefix if computes_prefix else None,
             prefix=None if computes_prefix else prefix,
@@ -306,7 +308,8 @@ def _for_transformers(
         known = blocks is not None and attention_mask is None
         _CONTEXT.watched.append(known and all(more.get(name) is None for name in _NOT_COMPUTED))
     if blocks is None or call is None:
-        blocks, call = torch.tensor([[0, query.shape[2]] * 2]), torch.tensor([0, _NO_PREFIX, 0])
+        layout = RowLayout.one_sequence(query.shape[2])
+        blocks, call = layout.row_blocks, layout.row_call
     q_THD = query[0].transpose(0, 1)
     if (factor := scaling * query.shape[-1] ** 0.5) != 1:  # the kernels apply the usual factor themselves
         q_THD = q_THD * factor
