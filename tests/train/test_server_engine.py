@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 from server_fakes import FakeHosted, FakeVLLM, write_adapter
 from tiny_policy import tiny_model_dir
-from trials import write_task
 
 from dockyard.collect.task_sets import TaskSets
-from dockyard.config import EngineConfig, RunConfig
+from dockyard.config import EngineConfig, RunConfig, TasksConfig
 from dockyard.engine.open import open_engine
 from dockyard.engine.remote_engine import RemoteEngine
 from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import RunDir
-from dockyard.tasks.sources import load_tasks
 from dockyard.trainer.loop import Learner
 from dockyard.trainer.modes import (
     EmbeddedMode,
@@ -27,7 +25,6 @@ from dockyard.trainer.modes import (
     TextMode,
     choose_mode,
 )
-from dockyard.types import Group
 
 VLLM = EngineConfig(type="vllm", url="http://127.0.0.1:1")
 
@@ -37,21 +34,15 @@ def config_for(kind: str, url: str) -> RunConfig:
 
 
 @contextmanager
-def inputs_of(
-    folder: Path, config: RunConfig, *, recorded: tuple[Group, ...] = (), heldout: bool = False
-) -> Generator[RunInputs]:
-    write_task(folder / "heldout" / "task", "true")
-    tasks = TaskSets(train=[], heldout=load_tasks(folder / "heldout") if heldout else [])
+def inputs_of(folder: Path, config: RunConfig) -> Generator[RunInputs]:
     renderer = Renderer.load(tiny_model_dir(), "tiny")
+    tasks = TaskSets(train=[], heldout=[])
     with RunDir.create(folder / "run", config) as run:
-        yield RunInputs(run=run, tasks=tasks, recorded=recorded, model_dir=tiny_model_dir(), renderer=renderer)
+        yield RunInputs(run=run, tasks=tasks, recorded=(), model_dir=tiny_model_dir(), renderer=renderer)
 
 
 def nowhere(run: RunDir) -> AbstractAsyncContextManager[Learner]:
     raise AssertionError("deciding opens nothing")
-
-
-RECORDED = (Group(task="task", rollouts=()),)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +61,19 @@ RECORDED = (Group(task="task", rollouts=()),)
     ],
 )
 async def test_the_mode_follows_from_engine_rollouts_and_learner(
-    tmp_path: Path, engine: EngineConfig, recorded: bool, heldout: bool, remote: bool, mode: object
+    engine: EngineConfig, recorded: bool, heldout: bool, remote: bool, mode: object
 ):
-    config = RunConfig(engine=engine)
-    with inputs_of(tmp_path, config, recorded=RECORDED if recorded else (), heldout=heldout) as inputs:
-        assert await choose_mode(inputs, nowhere if remote else None) == mode
+    tasks = {"source": "recorded", "dataset": "job"} if recorded else {}
+    tasks |= {"heldout": "tasks"} if heldout else {}
+    config = RunConfig(engine=engine, tasks=TasksConfig.model_validate(tasks))
+    assert await choose_mode(config, nowhere if remote else None) == mode
 
 
-async def test_an_endpoint_without_token_ids_is_one_for_text(tmp_path: Path):
+async def test_an_endpoint_without_token_ids_is_one_for_text():
     server = FakeHosted(models=("gpt",), max_model_len=None)
     await server.start()
-    with inputs_of(tmp_path, config_for("openai", server.url)) as inputs:
-        assert await choose_mode(inputs) == TextMode(inputs.run.config.engine, "gpt")
+    config = config_for("openai", server.url)
+    assert await choose_mode(config) == TextMode(config.engine, "gpt")
     await server.stop()
 
 
@@ -90,7 +82,7 @@ async def test_an_openai_endpoint_that_tells_token_ids_is_trained_with_as_vllm(t
     server.tokenizer = tiny_model_dir() / "tokenizer.json"
     await server.start()
     with inputs_of(tmp_path, config_for("openai", f"{server.url}/v1")) as inputs:
-        mode = await choose_mode(inputs)
+        mode = await choose_mode(inputs.run.config)
         assert isinstance(mode, ServedMode)
         async with open_engine(mode.spec(inputs)) as engine:
             assert isinstance(engine, RemoteEngine)

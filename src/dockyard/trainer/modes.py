@@ -189,17 +189,15 @@ class RecordedMode:
 type Mode = SamplingMode | RecordedMode
 
 
-async def choose_mode(inputs: RunInputs, open_remote: OpenLearner | None = None) -> Mode:
+async def choose_mode(config: RunConfig, open_remote: OpenLearner | None = None) -> Mode:
     """Decide how this run works. `open_remote` opens a learner on another machine.
 
     An `openai` endpoint is sent one short completion, because only its answer says whether it returns token ids.
     """
-    config = inputs.run.config
-    if not inputs.recorded:
-        return await _sampling_mode(config.engine, open_remote)
-    if not inputs.tasks.heldout:
+    if not makes_rollouts(config):
         return RecordedMode(heldout=None, open_learner=open_remote)
-    return RecordedMode(heldout=await _sampling_mode(config.engine, open_remote))
+    mode = await _sampling_mode(config.engine, open_remote)
+    return RecordedMode(heldout=mode) if config.tasks.source == "recorded" else mode
 
 
 async def _sampling_mode(engine: EngineConfig, open_remote: OpenLearner | None) -> SamplingMode:

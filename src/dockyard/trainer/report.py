@@ -44,7 +44,7 @@ class RunSummary:
 
     before: HeldoutSummary | None
     after: HeldoutSummary | None
-    during: dict[int, float]
+    during: dict[int, float | None]
     """The held-out reward of the versions that were evaluated during training."""
     num_eval_tasks: int
     steps: int

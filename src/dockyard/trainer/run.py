@@ -63,7 +63,7 @@ async def _run(
     inputs: RunInputs, progress: TrainingProgress, trackers: Trackers, open_remote: OpenLearner | None
 ) -> None:
     run, config = inputs.run, inputs.run.config
-    mode = await choose_mode(inputs, open_remote)
+    mode = await choose_mode(config, open_remote)
     async with mode.open(inputs, progress) as parts:
         learner = parts.learner
         heldout = Heldout(tasks=inputs.tasks.heldout, attempts=parts.attempts, learner=learner, run=run, config=config)
