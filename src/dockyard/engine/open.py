@@ -160,7 +160,7 @@ async def _load_embedded(config: EngineConfig, model: ModelConfig, model_dir: Pa
 async def open_router(
     url: str, model: ServedModel, model_dir: Path, *, adapter: str | None = None
 ) -> AsyncGenerator[Engine]:
-    """Open the router in front of SGLang servers whose weights somebody else updates and numbers.
+    """Open the router in front of SGLang servers whose weights another program updates and numbers.
 
     `adapter` names the LoRA adapter to sample from, if the weights are one.
     """

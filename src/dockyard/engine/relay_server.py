@@ -84,9 +84,9 @@ class RelayServer:
     async def _begin(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._calls:
-            wish = await request.json()
+            sent = await request.json()
             if name not in self._calls:  # a copy of the call may have arrived while this body was read
-                self._calls[name] = call = asyncio.create_task(self._carry_out(wish["kind"], wish["body"]))
+                self._calls[name] = call = asyncio.create_task(self._carry_out(sent["kind"], sent["body"]))
                 call.add_done_callback(lambda _: self._remember(name))
         return await self._answer(self._calls[name])
 

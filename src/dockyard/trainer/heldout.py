@@ -1,4 +1,4 @@
-"""Held-out tasks, attempted before training, every so many steps, and after it. The best adapter is kept."""
+"""Evaluations on held-out tasks before training, every `eval.every` steps, and after it. The best adapter is kept."""
 
 import asyncio
 import logging

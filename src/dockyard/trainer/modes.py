@@ -7,7 +7,7 @@
     ServedMode     a vLLM or SGLang server, which gets adapters in this process
     TextMode       an endpoint that returns text only           in this process; nothing serves it
     RemoteMode     the engine beside the policy                 on another machine
-    RecordedMode   nobody: they are read from disk              as in one of the others, which evaluates it
+    RecordedMode   no engine: they are read from disk           as in one of the others, which attempts held-out tasks
 
 torch and Harbor are imported when a mode is opened that needs them.
 """

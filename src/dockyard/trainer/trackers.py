@@ -115,8 +115,8 @@ def _check_wandb_key() -> None:
 @contextmanager
 def open_trackers(config: RunConfig, run: RunDir) -> Generator[Trackers]:
     """Open the trackers that the settings name, and close them with the block."""
-    told = [int(line["step"] or 0) for line in run.read_metrics()]
-    trackers = Trackers(_wanted(config, run), since=max(told, default=-1))
+    sent = [int(line["step"] or 0) for line in run.read_metrics()]
+    trackers = Trackers(_wanted(config, run), since=max(sent, default=-1))
     try:
         yield trackers
     except BaseException:

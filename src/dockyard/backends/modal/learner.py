@@ -106,8 +106,8 @@ class RemoteLearner:
         for name, size in saved["files"].items():
             with (folder / name).open("wb") as file:
                 while file.tell() < size:
-                    wish = {"ticket": saved["ticket"], "name": name, "offset": file.tell()}
-                    part = await self.relay.call("read", wish)
+                    wanted = {"ticket": saved["ticket"], "name": name, "offset": file.tell()}
+                    part = await self.relay.call("read", wanted)
                     if part["data"] is None:
                         raise _GoneError
                     file.write(b64decode(part["data"]))

@@ -158,13 +158,13 @@ class TransformersEngine:
 
 
 def _context_length(config: EngineConfig, model_length: int, pool_length: int) -> int:
-    wish = min(config.context_length or model_length, model_length)
-    if config.context_length is not None and pool_length < wish:
+    wanted = min(config.context_length or model_length, model_length)
+    if config.context_length is not None and pool_length < wanted:
         raise EngineError(
-            f"`engine.context_length` is {wish:,} tokens, and there is memory for keys and values of {pool_length:,}",
+            f"`engine.context_length` is {wanted:,} tokens, and there is memory for keys and values of {pool_length:,}",
             hint=f"`--engine.context_length {pool_length}`, or more memory by `--engine.kv_cache_gb`",
         )
-    return min(wish, pool_length)
+    return min(wanted, pool_length)
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
