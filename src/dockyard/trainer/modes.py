@@ -4,7 +4,7 @@
 
     mode           rollouts are sampled by                      the policy is trained
     EmbeddedMode   the embedded engine, in this process         in this process; the engine shares its frozen weights
-    ServedMode     a vLLM or SGLang server, which gets adapters in this process
+    ServedMode     a vLLM or SGLang server that takes adapters  in this process
     TextMode       an endpoint that returns text only           in this process; nothing serves it
     RemoteMode     the engine beside the policy                 on another machine
     RecordedMode   no engine: they are read from disk           as in one of the others, which attempts held-out tasks
