@@ -51,9 +51,11 @@ from dockyard.engine.weights import load_model
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.display import TrainingProgress
-from dockyard.trainer.loop import PublishedPolicy, ServedLearner, StepRecord, train
-from dockyard.trainer.modes import RunInputs, open_parts
+from dockyard.trainer.learner import LocalLearner
+from dockyard.trainer.loop import Learner, train
+from dockyard.trainer.modes import RemoteMode, RunInputs
 from dockyard.trainer.policy import Policy
+from dockyard.trainer.record import StepRecord
 from dockyard.types import Group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -195,14 +197,14 @@ class MeteredEngine:
 
 
 @dataclass(slots=True, kw_only=True)
-class MeteredPolicy(PublishedPolicy):
+class MeteredLearner(LocalLearner):
     """As in any run, but its updates are seen."""
 
     meters: Meters
 
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
         with self.meters.busy.on():
-            return await PublishedPolicy.update(self, groups)
+            return await LocalLearner.update(self, groups)
 
 
 class Gpu:
@@ -246,21 +248,21 @@ class Bench:
         self.policy.version = 0  # the adapters go on as they are: only time is measured
         with RunDir.create(self.folder / mode, config) as run, TrainingProgress(config.steps) as progress:
             renderer = Renderer.load(self.model_dir, config.model.name)
-            inputs = RunInputs(tasks=task_sets(run), recorded=(), model_dir=self.model_dir, renderer=renderer)
-            async with open_parts(config, run, inputs, progress, self.open_learner) as parts:
+            inputs = RunInputs(run=run, tasks=task_sets(run), recorded=(), model_dir=self.model_dir, renderer=renderer)
+            async with RemoteMode(self.open_learner).open(inputs, progress) as parts:
                 kept = StepRecord(run, progress, parts.learner, nothing_due, lambda step, numbers: None)
                 await parts.learner.publish()
                 # One step less than there are: rollouts of the next are under way in the last that is measured, too.
                 await train(config.steps - 1, parts.rollouts, parts.learner, MeteredRecord(self, mode, kept))
 
     @asynccontextmanager
-    async def open_learner(self, run: RunDir) -> AsyncGenerator[ServedLearner]:
+    async def open_learner(self, run: RunDir) -> AsyncGenerator[Learner]:
         wanted = wanted_of(run.config, self.model_dir)
         server = await connect(self.engine, wanted)
         assert isinstance(server, RemoteEngine)
         engine = MeteredEngine(server, self.meters)
         try:
-            yield MeteredPolicy(policy=self.policy, engine=engine, run=run, config=run.config, meters=self.meters)
+            yield MeteredLearner(policy=self.policy, engine=engine, run=run, config=run.config, meters=self.meters)
         finally:
             await engine.close()
 

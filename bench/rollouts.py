@@ -29,7 +29,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 from dockyard.collect.open import NoModel, open_pool
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout

@@ -28,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dockyard.config import GRPOConfig, TrainerConfig
+from dockyard.engine.torch_internals import replace_call
 from dockyard.errors import DockyardError
 from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree, plant
@@ -137,7 +138,7 @@ def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
         if not rows or sum(len(other.token_ids) for other in rows[-1]) + len(item.token_ids) > row_tokens:
             rows.append([])
         rows[-1].append(item)
-    return [Tree(trunk=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
+    return [Tree(prefix=np.zeros(0, dtype=np.int32), rows=(side_by_side(row),)) for row in rows]
 
 
 def side_by_side(examples: list[Example]) -> PackedRow:
@@ -175,7 +176,7 @@ class Ours:
     def close(self) -> None:
         """Leave the base model as it was: nobody else is to run our compiled layers."""
         for layer in self.policy.model.unload().model.layers:
-            layer._compiled_call_impl = None
+            replace_call(layer, None)
 
 
 class Plain:

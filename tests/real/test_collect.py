@@ -26,7 +26,8 @@ from dockyard.collect.harbor_cli import HarborCliRunner
 from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
 from dockyard.rollout.job import read_job
-from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.rollout.order import Attempt
+from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
 from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.generated import write_demo_tasks
@@ -168,7 +169,7 @@ def test_an_adapter_for_an_endpoint_of_text_is_refused(tasks: Path, capsys: pyte
     with served(FakeHosted(models=("gpt",), max_model_len=None)) as server:
         words = ["eval", "--engine.type=openai", "--engine.url", server.url, "--model.name=gpt", "--split=train"]
         assert main([*words, "--tasks.train", str(tasks), "--adapter", str(adapter)]) == 1
-    assert "cannot be given an adapter" in capsys.readouterr().err
+    assert "cannot load an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

@@ -19,7 +19,7 @@ from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
 from dockyard.convert.read import Converted, read_trials
 from dockyard.convert.samples import groups_of, read_samples
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Finish, Rollout, Segment, Task
 

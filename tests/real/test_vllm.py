@@ -21,7 +21,7 @@ from dockyard.engine.http import ModelServer
 from dockyard.engine.model_dir import DEMO_MODEL, find_model
 from dockyard.engine.open import connect
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
-from dockyard.engine.remote_engine import RemoteEngine, Served
+from dockyard.engine.remote_engine import RemoteEngine, ServedModel
 from dockyard.engine.vllm import VLLMWire
 from dockyard.engine.weights import load_adapter, load_model
 from dockyard.errors import DockyardError
@@ -226,7 +226,7 @@ async def test_a_server_started_without_the_flags_is_refused_with_them(
         with pytest.raises(DockyardError, match="logprobs without the temperature") as raw:
             async with engine_at(url, model_dir):
                 pass
-        engine = RemoteEngine(ModelServer(url), VLLMWire(), Served(name=MODEL, context_length=CONTEXT))
+        engine = RemoteEngine(ModelServer(url), VLLMWire(), ServedModel(name=MODEL, context_length=CONTEXT))
         with pytest.raises(DockyardError, match="cannot load the LoRA adapter") as no_lora:
             await engine.publish(adapter, 0)
         await engine.close()

@@ -198,4 +198,4 @@ def test_a_reserved_port_can_be_listened_at_by_vllm_and_is_nobody_elses():
 def test_a_log_without_errors_is_summed_up_by_its_end():
     assert summary("one\n\ntwo\n") == "one\ntwo"
     assert summary("KeyError: a\nKeyError: a\nWARNING `OSError: many`\nraise KeyError\nlast\n") == "KeyError: a"
-    assert summary("") == "it said nothing"
+    assert summary("") == "it printed nothing"

@@ -21,9 +21,10 @@ from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.docker.compose import RUN_LABEL
 from dockyard.rollout.docker.docker_cli import ask
 from dockyard.rollout.environments import Site, open_site, reachable
-from dockyard.rollout.pool import Order, RolloutPool
+from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.pool import RolloutPool
 from dockyard.rollout.sandbox.check import check_sandbox
-from dockyard.rollout.trial import Attempt, Phases, TrialRunner
+from dockyard.rollout.trial import Phases, TrialRunner
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Rollout
 

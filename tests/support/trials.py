@@ -14,8 +14,9 @@ from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
 from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.environments import open_site, reachable
+from dockyard.rollout.order import Attempt
 from dockyard.rollout.sandbox.check import choose_mechanism
-from dockyard.rollout.trial import Attempt, Phases, TrialRunner
+from dockyard.rollout.trial import Phases, TrialRunner
 from dockyard.types import Rollout, Task
 
 TOML = 'schema_version = "1.4"\n[task]\nname = "test/task"\n'

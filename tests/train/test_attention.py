@@ -6,8 +6,9 @@ from packed_rows import random_row, row_of
 from torch import Tensor
 
 from dockyard.rl.pack import PackedRow
-from dockyard.trainer import attention
-from dockyard.trainer.attention import as_row_blocks, blocks_of, rounded_up, row_attention
+from dockyard.trainer import kernels
+from dockyard.trainer.attention import PrefixKV, RowLayout, blocks_of, row_attention
+from dockyard.trainer.kernels import rounded_up
 
 HEADS, GROUPS, DIM = 6, 2, 8
 
@@ -30,9 +31,9 @@ def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: PackedRow, dt
     torch.manual_seed(0)
     num = len(row.token_ids)
     inputs = [torch.randn(num, heads, DIM, dtype=dtype, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    blocks = as_row_blocks(blocks_of(row.positions, row.ends), None, made=False)
+    layout = RowLayout.of(blocks_of(row.positions, row.ends))
     q_THD, k_TGD, v_TGD = inputs
-    out, lse = row_attention(q_THD, k_TGD, v_TGD, blocks)
+    out, lse = row_attention(q_THD, k_TGD, v_TGD, layout.row_blocks, layout.row_call)
     expected, expected_lse = plain(q_THD, k_TGD, v_TGD, row)
     slope = torch.randn_like(out)
     grads = torch.autograd.grad(out, inputs, slope)
@@ -43,14 +44,14 @@ def test_blocks_give_what_one_softmax_gives_and_its_gradients(row: PackedRow, dt
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_plain_kernel_is_the_fused_one(causal: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_PLAIN_QUERIES", 4)
+    monkeypatch.setattr(kernels, "_PLAIN_QUERIES", 4)
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(num, heads, DIM, dtype=torch.float64) for num, heads in ((9, HEADS), (9, GROUPS), (9, GROUPS))
     )
     slope = torch.randn_like(q)
     found: list[tuple[Tensor, ...]] = []
-    for kernel in (attention.Plain(), attention.Cpu()):
+    for kernel in (kernels.Plain(), kernels.Cpu()):
         part = kernel.forward(q, k, v, causal)
         found.append((part.out_QHD, part.lse_HQ, *kernel.backward(slope, q, k, v, part, causal)))
     for plain_one, fused_one in zip(*found, strict=True):
@@ -71,9 +72,11 @@ def test_every_pair_of_tokens_that_see_each_other_lies_in_exactly_one_block():
 def test_torch_may_compile_it():
     row = random_row()
     inputs = [torch.randn(len(row.token_ids), heads, DIM, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    blocks = as_row_blocks(blocks_of(row.positions, row.ends), None, made=False)
+    layout = RowLayout.of(blocks_of(row.positions, row.ends))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.dockyard.row_attention.default, (*inputs, blocks), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.dockyard.row_attention.default, (*inputs, layout.row_blocks, layout.row_call), test_utils=checks
+    )
 
 
 def test_lengths_are_rounded_up_to_few_and_by_little():
@@ -82,8 +85,8 @@ def test_lengths_are_rounded_up_to_few_and_by_little():
     assert len({rounded_up(length) for length in lengths}) <= 6 * 33
 
 
-def test_what_rows_ask_of_a_trunk_is_summed_in_float32():
-    trunk = attention.PrefixKV(1, 1)
+def test_what_rows_ask_of_a_prefix_is_summed_in_float32():
+    prefix = PrefixKV(1, 1)
     for value in [256.0, *[1.0] * 100]:  # from 256 on bfloat16 knows even numbers only
-        trunk.add(0, *(torch.full((1, 1, 1), value, dtype=torch.bfloat16) for _ in "kv"))
-    assert [total.item() for total in trunk.grads[0]] == [356.0, 356.0]
+        prefix.add_grads(0, *(torch.full((1, 1, 1), value, dtype=torch.bfloat16) for _ in "kv"))
+    assert [total.item() for total in prefix.take_grads(0)] == [356.0, 356.0]

@@ -9,8 +9,8 @@ import pytest
 
 from dockyard.config import GRPOConfig, RolloutConfig, RunConfig, TasksConfig
 from dockyard.rl.pack import examples_of
+from dockyard.rollout.order import Attempt
 from dockyard.rollout.pool import RolloutPool
-from dockyard.rollout.trial import Attempt
 from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.dynamic_sampling import group_metrics

@@ -17,6 +17,7 @@ from dockyard.engine.embedded.kv import SCRATCH, KVPool, KVShape, PoolSize
 from dockyard.engine.embedded.model import Piece, PooledModel, attend, pack, pack_linears, worth_packing
 from dockyard.engine.embedded.scheduler import DecodeRequest, Scheduler
 from dockyard.engine.protocol import GenerateRequest
+from dockyard.engine.torch_internals import replace_call
 from dockyard.engine.weights import load_model
 from dockyard.errors import EngineError
 from dockyard.types import IntArray
@@ -175,7 +176,7 @@ def test_packed_layers_give_what_weights_and_adapters_give_and_follow_them():
 def forget(model: Any) -> None:
     """Call all layers as ever."""
     for module in model.modules():
-        module._compiled_call_impl = None
+        replace_call(module, None)
 
 
 def test_every_batch_up_to_the_largest_has_a_size_that_is_recorded():

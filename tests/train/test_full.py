@@ -81,7 +81,7 @@ def plain_loss(model: Any, groups: list[Group]) -> Tensor:
 def test_two_updates_are_those_of_a_plain_model_and_adamw(
     monkeypatch: pytest.MonkeyPatch, tied: bool, micro_batch_tokens: int, worth_a_pass: int
 ):
-    """In one row, in several, and in several over one trunk."""
+    """In one row, in several, and in several over one prefix."""
     monkeypatch.setattr(trees, "_WORTH_A_PASS", worth_a_pass)
     plain = model_of(tied=tied, dtype=torch.float64)  # AdamW makes a step of the smallest difference
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -282,19 +282,18 @@ ON_VLLM = FULL.model_copy(update={"engine": EngineConfig(type="vllm", url="http:
 
 
 @pytest.mark.parametrize(
-    ("config", "elsewhere", "message"),
+    ("config", "remote", "message"),
     [
         (ON_VLLM, False, "`engine.type` `vllm` takes adapters only"),
         (FULL, True, "a policy on another machine"),
     ],
 )
-def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(
-    config: RunConfig, elsewhere: bool, message: str
-):
+def test_what_takes_adapters_only_is_refused_before_anything_is_loaded(config: RunConfig, remote: bool, message: str):
     with pytest.raises(UsageError, match=message):
-        check_method(config, elsewhere=elsewhere, attempting=True)
-    check_method(FULL, elsewhere=False, attempting=True)
-    check_method(ON_VLLM, elsewhere=False, attempting=False)  # recorded rollouts ask no engine
+        check_method(config, remote=remote)
+    check_method(FULL, remote=False)
+    recorded = ON_VLLM.tasks.model_copy(update={"source": "recorded"})
+    check_method(ON_VLLM.model_copy(update={"tasks": recorded}), remote=False)  # they need no engine
 
 
 @pytest.mark.parametrize(

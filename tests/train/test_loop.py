@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from dockyard.config import RolloutConfig, RunConfig
-from dockyard.rollout.pool import Order, RolloutPool
+from dockyard.rollout.order import Order
+from dockyard.rollout.pool import RolloutPool
 from dockyard.trainer.display import TrainingProgress
-from dockyard.trainer.loop import TaskRollouts, staleness, train
+from dockyard.trainer.loop import TaskRollouts, train
+from dockyard.trainer.record import staleness
 from dockyard.types import Group, Rollout, Segment, Task
 
 
@@ -25,6 +27,10 @@ class Fake:
     async def collect(self, step: int) -> tuple[Group, ...]:
         self.events.append(f"collect {step} with weights {self.version}")
         return ()
+
+    engine = None
+
+    async def checkpoint(self) -> None: ...
 
     async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
         await asyncio.sleep(0)  # as when it learns in a thread

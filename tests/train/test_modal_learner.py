@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tiny_policy import make_group, tiny_model_dir
 
-from dockyard.backends.modal.learner import RelayedLearner, open_relayed, recorded_groups
-from dockyard.backends.modal.policy import HostedPolicy
+from dockyard.backends.modal.learner import RemoteLearner, open_remote_learner, recorded_groups
+from dockyard.backends.modal.policy import LearnerHost
 from dockyard.config import RunConfig
 from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.relay_server import Handler, RelayServer
 from dockyard.errors import EngineError
 from dockyard.run_dir.run import RunDir, step_phase
-from dockyard.trainer.learner import Served, open_learner
+from dockyard.trainer.learner import load_learner
 from dockyard.types import Group, Json, Rollout
 
 TOKEN = "token"
@@ -55,7 +55,7 @@ class Host:
     falls_at: str | None = None
     """The first call of this kind is its last."""
     _replacing: asyncio.Task[None] | None = None
-    _running: tuple[RelayServer, HostedPolicy] | None = None
+    _running: tuple[RelayServer, LearnerHost] | None = None
 
     async def find(self) -> str | None:
         return self.url
@@ -63,7 +63,7 @@ class Host:
     async def start(self) -> None:
         folder = self.scratch / str(self.starts)
         folder.mkdir(parents=True)
-        policy = HostedPolicy(folder)
+        policy = LearnerHost(folder)
         server = RelayServer({kind: self._noted(kind, handler) for kind, handler in policy.handlers.items()}, TOKEN)
         listener = socket.create_server(("127.0.0.1", 0))
         await server.start(listener)
@@ -94,11 +94,11 @@ class Host:
 
 
 @asynccontextmanager
-async def hosted(tmp_path: Path, run: RunDir) -> AsyncGenerator[tuple[Host, RelayedLearner]]:
+async def hosted(tmp_path: Path, run: RunDir) -> AsyncGenerator[tuple[Host, RemoteLearner]]:
     host = Host(tmp_path)
     await host.start()
     try:
-        async with open_relayed(run, host.find, TOKEN, model=str(tiny_model_dir()), patience_s=60) as learner:
+        async with open_remote_learner(run, host.find, TOKEN, model=str(tiny_model_dir()), patience_s=60) as learner:
             yield host, learner
     finally:
         await host.stop()
@@ -119,10 +119,10 @@ def record(run: RunDir, step: int) -> tuple[Group, ...]:
 
 async def trained_here(path: Path) -> bytes:
     with new_run(path) as run:
-        async with open_learner(run.config, run, tiny_model_dir(), print, served=Served.NOT) as learner:
-            for step in range(STEPS):
-                await learner.update(groups_of(step))
-            await learner.publish()
+        learner = await load_learner(run, tiny_model_dir(), print, engine=None)
+        for step in range(STEPS):
+            await learner.update(groups_of(step))
+        await learner.publish()
     return (run.adapter_dir(STEPS) / "adapter_model.safetensors").read_bytes()
 
 
@@ -206,7 +206,7 @@ async def test_a_model_that_cannot_be_loaded_there_ends_the_run_with_its_reason(
         host = Host(tmp_path)
         await host.start()
         with pytest.raises(EngineError, match="`/nowhere` is not a model folder"):
-            async with open_relayed(run, host.find, TOKEN, model="/nowhere", patience_s=60):
+            async with open_remote_learner(run, host.find, TOKEN, model="/nowhere", patience_s=60):
                 pass
         await host.stop()
 

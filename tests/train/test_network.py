@@ -237,7 +237,7 @@ def test_the_reference_is_the_base_model():
         for parameter in before.trained:
             parameter.normal_(std=0.2)
     assert (before.scores(row, 1.0).logprobs_N - untrained).abs().max() > 0.1
-    [reference] = before.reference(Tree(trunk=np.zeros(0, np.int32), rows=(row,)), 1.0)
+    [reference] = before.reference(Tree(prefix=np.zeros(0, np.int32), rows=(row,)), 1.0)
     torch.testing.assert_close(reference, untrained)
 
 

@@ -192,15 +192,15 @@ def test_without_bitsandbytes_the_extra_to_install_is_named(monkeypatch: pytest.
         four_bit(tiny_model_dir())
     assert "dockyard[qlora]" in caught.value.hint
     with pytest.raises(DockyardError, match="needs `bitsandbytes`"):  # before an engine is started for it
-        check_method(RunConfig(trainer=TRAINER), elsewhere=False, attempting=True)
-    check_method(RunConfig(trainer=TRAINER), elsewhere=True, attempting=True)
+        check_method(RunConfig(trainer=TRAINER), remote=False)
+    check_method(RunConfig(trainer=TRAINER), remote=True)
 
 
 def test_an_engine_with_other_base_weights_is_warned_of(caplog: pytest.LogCaptureFixture):
     trainer = TrainerConfig(method="qlora", lr=1e-4)
     server = EngineConfig(type="vllm", url="http://localhost:8000")
     with caplog.at_level(logging.WARNING):
-        check_method(RunConfig(trainer=trainer), elsewhere=False, attempting=True)
+        check_method(RunConfig(trainer=trainer), remote=False)
         assert not caplog.records
-        check_method(RunConfig(trainer=trainer, engine=server), elsewhere=False, attempting=True)
+        check_method(RunConfig(trainer=trainer, engine=server), remote=False)
     assert "`train/mismatch_kl`" in caplog.text

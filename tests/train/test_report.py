@@ -1,8 +1,10 @@
 from pathlib import Path
 
+import pytest
+
 from dockyard.config import RunConfig
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir, step_phase
-from dockyard.trainer.report import chart, draw_curve, report, summarise
+from dockyard.trainer.report import RunSummary, chart, draw_curve, report
 from dockyard.types import Blame, Failure, Rollout
 
 EVALUATION = """\
@@ -27,16 +29,29 @@ def test_the_summary_and_the_report_say_what_happened(tmp_path: Path):
         for task, kind, reward in (("a", "x", 0), ("b", "x", 0), ("c", "long-kind", 0), ("d", "long-kind", 1)):
             run.write_rollout(EVAL_BEFORE, rollout(task, kind, reward), transcript="I do not know.")
             run.write_rollout(EVAL_AFTER, rollout(task, kind, 1.0), transcript="echo hi")
-        summary = summarise(run, wall_s=60.0)
-        assert run.read_summary() == summary
-        assert {key: summary[key] for key in ("eval_before", "eval_after", "eval_tasks", "steps", "rollouts")} == {
+        summary = RunSummary.of(run, wall_s=60.0)
+        run.write_summary(summary.json())
+        assert run.read_summary() == {
             "eval_before": 0.25,
+            "eval_before_low": pytest.approx(0.0063, abs=1e-4),
+            "eval_before_high": pytest.approx(0.8059, abs=1e-4),
+            "eval_before_kinds": {"long-kind": 0.5, "x": 0.0},
             "eval_after": 1.0,
+            "eval_after_low": pytest.approx(0.3976, abs=1e-4),
+            "eval_after_high": 1.0,
+            "eval_after_kinds": {"long-kind": 1.0, "x": 1.0},
+            "eval_during": {},
             "eval_tasks": 4,
             "steps": 2,
+            "seed": 0,
+            "method": "lora",
+            "rewards": [0.1, 0.6],
             "rollouts": 10,
+            "sampled_tokens": 0,
+            "failures": {"engine_failed": 2},
+            "gateway": {},
+            "wall_s": 60.0,
         }
-        assert summary["failures"] == {"engine_failed": 2}
         text = report(run, summary)
         draw_curve(summary, run.curve)
     assert EVALUATION in text
@@ -48,9 +63,10 @@ def test_the_summary_and_the_report_say_what_happened(tmp_path: Path):
 
 def test_a_run_without_an_evaluation_has_a_report_too(tmp_path: Path):
     with RunDir.create(tmp_path / "run", RunConfig(steps=0)) as run:
-        summary = summarise(run, wall_s=1.0)
+        summary = RunSummary.of(run, wall_s=1.0)
         draw_curve(summary, run.curve)
-        assert summary["eval_before"] is None
+        assert summary.before is None
+        assert summary.json()["eval_before_kinds"] is None
         assert "0 rollouts" in report(run, summary)
 
 

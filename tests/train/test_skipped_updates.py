@@ -11,7 +11,8 @@ from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.display import TrainingProgress
-from dockyard.trainer.loop import PublishedPolicy, StepRecord
+from dockyard.trainer.loop import Learner
+from dockyard.trainer.record import StepRecord
 from dockyard.types import Group, Rollout
 
 GROUPS = (
@@ -35,7 +36,7 @@ def no_tracker(step: int, numbers: Mapping[str, float]) -> None: ...
 
 
 def record_of(run: RunDir) -> StepRecord:
-    return StepRecord(run, TrainingProgress(9), cast(PublishedPolicy, FakeLearner()), no_evaluation, no_tracker)
+    return StepRecord(run, TrainingProgress(9), cast(Learner, FakeLearner()), no_evaluation, no_tracker)
 
 
 async def record(run: RunDir, first: int, skipped: list[float | None]) -> None:

@@ -12,7 +12,8 @@ from trials import write_task
 
 from dockyard.cli import main
 from dockyard.run_dir.run import RunDir, step_phase
-from dockyard.trainer import loop
+from dockyard.trainer import learner as learners
+from dockyard.trainer import record
 from dockyard.trainer.heldout import Heldout
 from dockyard.types import Group
 
@@ -59,15 +60,15 @@ def ages(folder: Path) -> dict[int, set[int]]:
 @pytest.fixture
 def late_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy does not learn before a rollout of the next step is there, however slow rollouts are."""
-    update = loop.PublishedPolicy.update
+    update = learners.LocalLearner.update
 
-    async def wait_and_update(learner: loop.PublishedPolicy, groups: tuple[Group, ...]) -> dict[str, float]:
+    async def wait_and_update(learner: learners.LocalLearner, groups: tuple[Group, ...]) -> dict[str, float]:
         early = learner.run.rollouts_file(step_phase(learner.version + 1))
         while learner.config.rollout.max_staleness and learner.version + 1 < STEPS and not early.exists():
             await asyncio.sleep(0.01)
         return await update(learner, groups)
 
-    monkeypatch.setattr(loop.PublishedPolicy, "update", wait_and_update)
+    monkeypatch.setattr(learners.LocalLearner, "update", wait_and_update)
 
 
 @pytest.mark.usefixtures("late_updates")
@@ -95,7 +96,7 @@ def test_the_evaluation_before_training_is_no_part_of_the_first_step(tmp_path: P
         hours_s = 7200.0
 
     monkeypatch.setattr(Heldout, "before", takes_hours)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + hours_s))
+    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + hours_s))
     assert main(["train", *settings(tmp_path, 0), "--steps=1"]) == 0
     [line] = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert hours_s > 0

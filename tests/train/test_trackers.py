@@ -121,7 +121,7 @@ def test_wandb_offline_holds_every_step_of_one_run_and_no_secret(tmp_path: Path)
     assert SECRET.encode() not in everything
 
 
-@pytest.mark.parametrize(("key", "message"), [(None, "there is no W&B key"), ("short", "W&B does not take the key")])
+@pytest.mark.parametrize(("key", "message"), [(None, "there is no W&B key"), ("short", "W&B rejects the key")])
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_without_a_key_is_an_error_before_the_first_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, message: str
@@ -182,8 +182,8 @@ def test_a_tracker_that_fails_warns_once_and_the_others_go_on(caplog: pytest.Log
     assert broken.told == [0]
     assert healthy.told == [0, 1, 2, 3, -1]
     assert [record.getMessage() for record in caplog.records] == [
-        "mute failed, the run goes on without it: TimeoutError: no answer",
-        "broken failed, the run goes on without it: ConnectionError: gone",
+        "mute failed, the run continues without it: TimeoutError: no answer",
+        "broken failed, the run continues without it: ConnectionError: gone",
     ]
 
 

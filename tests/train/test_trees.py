@@ -1,4 +1,4 @@
-"""A trunk run once for several rows: losses and gradients are those of the sequences one by one."""
+"""A prefix run once for several rows: losses and gradients are those of the sequences one by one."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from dockyard.rl.trees import Tree, plant
 from dockyard.trainer import attention, layers
 from dockyard.trainer.policy import Policy
 
-TRUNK = 600
+PREFIX = 600
 SETTINGS = TrainerConfig(lr=1e-3, lora_r=4, max_grad_norm=1e9)  # or all gradients would have the same norm
 
 
@@ -36,15 +36,15 @@ def example(rng: np.random.Generator, beginning: list[int], num_own: int, target
 def examples() -> list[Example]:
     """Six over one beginning, two of which go on alike; some were drawn from inside it, or right after its end."""
     rng = np.random.default_rng(0)
-    beginning = rng.integers(3, 40, TRUNK).tolist()
+    beginning = rng.integers(3, 40, PREFIX).tolist()
     longer = [*beginning, 41, 42, 43]
     drawn = [100, 101, 599]
     return [
         example(rng, [*beginning, 44], 30, drawn),
-        example(rng, [*beginning, 45], 50, [TRUNK]),
+        example(rng, [*beginning, 45], 50, [PREFIX]),
         example(rng, longer, 20, drawn),
         example(rng, longer, 25, []),
-        example(rng, [*beginning, 46], 9, [TRUNK]),
+        example(rng, [*beginning, 46], 9, [PREFIX]),
         example(rng, [*beginning, 47], 70, drawn),
     ]
 
@@ -71,7 +71,7 @@ def trained_on(
 
 
 def alone() -> list[Tree]:
-    return [Tree(trunk=np.zeros(0, np.int32), rows=(row,)) for item in examples() for row in pack([item], 1)]
+    return [Tree(prefix=np.zeros(0, np.int32), rows=(row,)) for item in examples() for row in pack([item], 1)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-4)])
@@ -81,7 +81,7 @@ def test_a_tree_has_the_loss_and_the_gradients_of_its_sequences_one_by_one(
 ):
     grpo = GRPOConfig(**options, kl_coef=0.1)
     trees = plant(examples(), 80)
-    assert [(len(tree.trunk), len(tree.rows)) for tree in trees] == [(TRUNK, 3)]
+    assert [(len(tree.prefix), len(tree.rows)) for tree in trees] == [(PREFIX, 3)]
     assert trees[0].num_tokens < 900 < sum(tree.num_tokens for tree in alone())
     (metrics, grads), (expected, expected_grads) = (trained_on(grpo, way, dtype) for way in (trees, alone()))
     assert expected_grads.norm() > 1e-3
@@ -91,7 +91,7 @@ def test_a_tree_has_the_loss_and_the_gradients_of_its_sequences_one_by_one(
 
 
 def test_in_bfloat16_a_tree_is_as_near_the_truth_as_its_sequences_one_by_one():
-    """What rows ask of their trunk is summed up in float32, and the trunk's own pass is in bfloat16 again."""
+    """What rows ask of their prefix is summed up in float32, and the prefix's own pass is in bfloat16 again."""
     grpo = GRPOConfig(correction="token", kl_coef=0)  # nothing is clipped, which would make steps of small differences
     truth = trained_on(grpo, alone(), torch.float64, rounded=True)[1]
     ours, plain = (trained_on(grpo, way, torch.bfloat16)[1] for way in (plant(examples(), 80), alone()))
@@ -99,21 +99,21 @@ def test_in_bfloat16_a_tree_is_as_near_the_truth_as_its_sequences_one_by_one():
     assert (ours - truth).norm() < 1.5 * (plain - truth).norm()
 
 
-def test_a_trunk_that_rows_only_look_back_at_is_trained_too():
+def test_a_prefix_that_rows_only_look_back_at_is_trained_too():
     """No token was drawn right after it, so that its last hidden state serves nothing: keys and values do."""
     rng = np.random.default_rng(1)
-    beginning = rng.integers(3, 40, TRUNK).tolist()
+    beginning = rng.integers(3, 40, PREFIX).tolist()
     items = [example(rng, [*beginning, 50 + index], 40, []) for index in range(3)]
     trees = plant(items, 50)
-    assert len(trees[0].trunk) == TRUNK
-    one_by_one = [Tree(trunk=np.zeros(0, np.int32), rows=(row,)) for item in items for row in pack([item], 1)]
+    assert len(trees[0].prefix) == PREFIX
+    one_by_one = [Tree(prefix=np.zeros(0, np.int32), rows=(row,)) for item in items for row in pack([item], 1)]
     grpo = GRPOConfig(kl_coef=0)
     (_, grads), (_, expected) = (trained_on(grpo, way, torch.float64) for way in (trees, one_by_one))
     assert (grads - expected).norm() < 1e-7 * expected.norm()
 
 
 def test_layers_that_run_twice_give_the_same_gradients_of_a_tree(monkeypatch: pytest.MonkeyPatch):
-    """Nor do they where its trunk's keys and values are made again while their gradients are asked for."""
+    """Nor do they where its prefix's keys and values are made again while their gradients are asked for."""
     trees = plant(examples(), 80)
     found: list[torch.Tensor] = []
     for free in (math.inf, 0.0):
@@ -123,17 +123,17 @@ def test_layers_that_run_twice_give_the_same_gradients_of_a_tree(monkeypatch: py
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_left_of_a_trunk_when_a_row_fails():
+def test_nothing_is_left_of_a_prefix_when_a_row_fails():
     policy = make_policy(GRPOConfig(), torch.float32)
     [tree] = plant(examples(), 80)
     last = tree.rows[-1]
     broken = replace(last, token_ids=np.full_like(last.token_ids, 10**6))  # no such token
     with pytest.raises(IndexError):
         policy.train_on([replace(tree, rows=(*tree.rows[:-1], broken))], 1e-3)
-    assert attention._TRUNKS == {}
+    assert attention._CONTEXT.prefixes == {}
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
-def test_nothing_is_left_of_a_trunk_when_its_rows_are_done():
+def test_nothing_is_left_of_a_prefix_when_its_rows_are_done():
     trained_on(GRPOConfig(), plant(examples(), 80), torch.float32)
-    assert attention._TRUNKS == {}
+    assert attention._CONTEXT.prefixes == {}

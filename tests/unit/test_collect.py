@@ -15,8 +15,7 @@ from dockyard import HarborConfig, HarborRolloutGenerator
 from dockyard.cli import main
 from dockyard.collect.api import run_to_end
 from dockyard.collect.evaluate import EvalReport
-from dockyard.collect.open import NoModel, open_pool
-from dockyard.collect.policy import find
+from dockyard.collect.open import NoModel, find_model_files, open_pool
 from dockyard.collect.rollout import RolloutSummary
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
@@ -89,17 +88,17 @@ def test_the_summary_of_rollouts_counts_tasks_rewards_failures_and_tokens():
 def test_an_agent_that_asks_no_model_needs_none():
     config = RunConfig.model_validate({"agent": {"name": "oracle"}, "model": {"name": "/nowhere"}})
     assert asks_no_model(config.agent)
-    assert find(config) is None
+    assert find_model_files(config) is None
     assert not asks_no_model(AgentConfig(name="shell"))
 
 
 def test_a_model_that_only_an_endpoint_knows_is_sampled_as_text(caplog: pytest.LogCaptureFixture):
     engine = {"type": "openai", "url": "http://127.0.0.1:1"}
     config = RunConfig.model_validate({"model": {"name": "/nowhere"}, "engine": engine})
-    assert find(config) is None
+    assert find_model_files(config) is None
     assert "text mode" in caplog.text
     with pytest.raises(DockyardError, match="`/nowhere` is not a model folder"):
-        find(config.model_copy(update={"engine": config.engine.model_copy(update={"type": "vllm"})}))
+        find_model_files(config.model_copy(update={"engine": config.engine.model_copy(update={"type": "vllm"})}))
 
 
 async def answer() -> tuple[int, bool]:

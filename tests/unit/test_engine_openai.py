@@ -74,7 +74,7 @@ async def test_its_tokenizer_and_its_logprobs_are_checked():
 async def test_it_cannot_be_given_new_weights(tmp_path: Path):
     async with connected(FakeVLLM()) as engine:
         assert isinstance(engine, RemoteEngine)
-        with pytest.raises(DockyardError, match="cannot be given new weights") as caught:
+        with pytest.raises(DockyardError, match="cannot load new weights") as caught:
             await engine.publish(write_adapter(tmp_path / "1", 2.0), 0)
     assert "--engine.type vllm" in caught.value.hint
 

@@ -201,7 +201,7 @@ async def test_a_server_on_the_same_address_that_is_another_start_is_noticed():
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("fail", "the GPU is full"), ("crash", "the policy's KeyError: 'x'"), ("dance", "`dance` is no call")],
+    [("fail", "the GPU is full"), ("crash", "the policy's KeyError: 'x'"), ("dance", "`dance` is not a known call")],
 )
 async def test_a_failure_over_there_is_told_here_with_its_hint(kind: str, message: str):
     server, url = await start(Counter())
@@ -225,7 +225,7 @@ async def test_without_the_token_nothing_is_told():
 
 async def test_a_server_that_does_not_come_is_waited_for_only_so_long():
     async with relaying(Place(), patience_s=0) as relay:
-        with pytest.raises(EngineError, match="the policy is out of reach: it has no address yet"):
+        with pytest.raises(EngineError, match="the policy is unreachable: it has no address yet"):
             await relay.call("count", {"n": 1})
 
 

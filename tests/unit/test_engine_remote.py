@@ -26,7 +26,7 @@ from dockyard.config import EngineConfig
 from dockyard.engine.http import ModelServer
 from dockyard.engine.open import connect
 from dockyard.engine.protocol import ContextOverflow
-from dockyard.engine.remote_engine import RemoteEngine, Served
+from dockyard.engine.remote_engine import RemoteEngine, ServedModel
 from dockyard.engine.sglang import SGLangWire
 from dockyard.engine.vllm import VLLMWire
 from dockyard.errors import DockyardError, EngineError
@@ -147,7 +147,7 @@ async def test_failures_that_pass_are_waited_out(kind: str, caplog: pytest.LogCa
         server.failures = [503, 500]
         assert len((await generate(engine, ask())).token_ids) == 6
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == [f"{server.url} does not answer, asking again for 30 s: HTTP 503: no", f"{server.url} answers again"]
+    assert said == [f"{server.url} does not answer, retrying for 30 s: HTTP 503: no", f"{server.url} answers again"]
 
 
 async def test_a_server_that_goes_on_failing_is_an_engine_error(kind: str):
@@ -165,7 +165,7 @@ async def test_a_server_that_lets_its_clients_wait_for_ever_is_left(kind: str, c
     await leaving.start()
     server = ModelServer(leaving.url, retry_s=30, watch_s=0.1)
     wire = {"vllm": VLLMWire(), "sglang": SGLangWire()}[kind]
-    engine = RemoteEngine(server, wire, Served(name="policy", context_length=512))
+    engine = RemoteEngine(server, wire, ServedModel(name="policy", context_length=512))
     call = asyncio.create_task(generate(engine, ask()))
     await until(lambda: len(leaving.bodies) == 1)
     await leaving.stop_listening()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from server_fakes import PROMPT, FakeSGLang, ask, generate, refusal, serving, write_adapter
 
 from dockyard.engine.http import ModelServer
-from dockyard.engine.remote_engine import RemoteEngine, Served
+from dockyard.engine.remote_engine import RemoteEngine, ServedModel
 from dockyard.engine.sglang import SGLangWire
 from dockyard.errors import EngineError
 
@@ -54,7 +54,7 @@ async def test_what_a_server_gives_up_for_new_weights_goes_on_from_there():
         server = FakeSGLang(weight_version="7")
         await server.start()
         engine = RemoteEngine(
-            ModelServer(server.url), SGLangWire(tells_versions=True), Served(name="policy", context_length=512)
+            ModelServer(server.url), SGLangWire(tells_versions=True), ServedModel(name="policy", context_length=512)
         )
         server.cuts = cuts.copy()
         drawn = await generate(engine, ask(temperature=0))
@@ -70,7 +70,7 @@ async def test_what_a_server_gives_up_for_new_weights_goes_on_from_there():
 async def test_a_server_that_gives_up_for_ever_has_failed():
     async with serving("sglang") as (engine, server):
         server.cuts = [0] * 1000
-        with pytest.raises(EngineError, match="gave up a call 32 times"):
+        with pytest.raises(EngineError, match="stopped a call 32 times"):
             await generate(engine, ask())
 
 

@@ -43,6 +43,7 @@ TORCH = {"torch", "transformers", "peft", "safetensors", "accelerate"}
 TORCH_ALLOWED = (
     "convert/slime_pt*",
     "engine/embedded/*",
+    "engine/torch_internals*",
     "engine/weights*",
     "rl/loss*",
     "trainer/*",
@@ -213,3 +214,54 @@ def test_the_checker_sees_torch_outside_its_places(tmp_path: Path):
         "cli.py:1: imports `transformers.utils`",
         "gateway/server.py:2: imports `torch.nn`",
     ]
+
+
+WITHOUT_HARBOR = ("rl", "trainer")
+"""Packages whose every module can be imported where Harbor is not installed."""
+
+BLOCK_HARBOR = """
+import importlib, sys
+from importlib.abc import MetaPathFinder
+
+class NotInstalled(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "harbor" or name.startswith("harbor."):
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:  # torch may be missing here as well
+        if error.name.split(".")[0] == "harbor":
+            print(module, "needs", error.name)
+"""
+
+
+def modules_of(package: str) -> list[str]:
+    """The names of all modules in a package of ours."""
+    source = ROOT / "src"
+    files = sorted((source / "dockyard" / package).rglob("*.py"))
+    return [".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+def without_harbor(modules: list[str]) -> str:
+    """The modules that cannot be imported without Harbor, one a line."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK_HARBOR, *modules], capture_output=True, text=True, timeout=600, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("package", WITHOUT_HARBOR)
+def test_importing_needs_no_harbor(package: str):
+    modules = modules_of(package)
+    assert f"dockyard.{package}" in modules
+    assert len(modules) > 3
+    assert without_harbor(modules) == ""
+
+
+def test_the_check_sees_a_module_that_needs_harbor():
+    assert (
+        without_harbor(["dockyard.rl.advantage", "dockyard.rollout.trial"]) == "dockyard.rollout.trial needs harbor\n"
+    )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 import pytest
 
 from dockyard.config import RolloutConfig
-from dockyard.rollout.trial import Phase, Phases
+from dockyard.rollout.order import Phase
+from dockyard.rollout.trial import Phases
 
 
 async def test_no_more_rollouts_are_in_a_phase_than_its_limit():

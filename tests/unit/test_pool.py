@@ -9,8 +9,8 @@ import pytest
 from dockyard.config import RolloutConfig, RunConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout import pool as pool_module
-from dockyard.rollout.pool import Order, RolloutPool
-from dockyard.rollout.trial import Attempt
+from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Blame, Failure, Rollout, Task
 

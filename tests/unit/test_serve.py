@@ -16,13 +16,14 @@ import pytest
 from aiohttp import web
 from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_model
 
+from dockyard.collect.model_files import find_files
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.messages import Message, Prompt
 from dockyard.gateway.protocol import UNSERVED
 from dockyard.gateway.server import Gateway, Patience
 from dockyard.gateway.shared_session import Conversations
 from dockyard.serve.options import ServeOptions, add_serve, as_flag
-from dockyard.serve.server import find, keep_serving, open_house, serve
+from dockyard.serve.server import keep_serving, open_house, serve
 
 KEY = "the-key"
 
@@ -298,7 +299,7 @@ async def test_a_server_that_does_not_answer_is_named(engine: str, tmp_path: Pat
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         chosen = options("--engine", engine, "--engine-url", url, "--port", "0", model=model_folder(tmp_path))
         with pytest.raises(DockyardError, match="does not answer") as refused:
-            await keep_serving(chosen, find(chosen), print)
+            await keep_serving(chosen, find_files(chosen.model, chosen.engine), print)
     assert url in refused.value.message
 
 
@@ -332,7 +333,7 @@ async def test_a_hosted_model_is_served_in_text_mode_and_says_so(caplog: pytest.
         async with upstream(bodies) as url, aiohttp.ClientSession() as http:
             words = ("--engine", "openai", "--engine-url", url, "--port", "0", "--api-key", KEY)
             chosen = options(*words, "--admin-port", "0", model="gpt-x", DOCKYARD_ADMIN_TOKEN="t")
-            task = asyncio.create_task(keep_serving(chosen, find(chosen), lines.append))
+            task = asyncio.create_task(keep_serving(chosen, find_files(chosen.model, chosen.engine), lines.append))
             await until(lambda: bool(lines) or task.done())
             base = lines[0].split("OPENAI_BASE_URL=")[1].split()[0].removesuffix("/v1")
             body = {"model": "gpt-x", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -353,5 +354,5 @@ async def test_an_adapter_for_a_hosted_model_is_refused(tmp_path: Path):
     async with upstream([]) as url:
         words = ("--engine", "openai", "--engine-url", url, "--engine-model", "gpt-x", "--port", "0")
         chosen = options(*words, "--adapter", str(tmp_path), model=model_folder(tmp_path))
-        with pytest.raises(DockyardError, match="cannot be given an adapter"):
-            await keep_serving(chosen, find(chosen), print)
+        with pytest.raises(DockyardError, match="cannot load an adapter"):
+            await keep_serving(chosen, find_files(chosen.model, chosen.engine), print)

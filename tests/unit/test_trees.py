@@ -1,4 +1,4 @@
-"""Which sequences are run over one trunk; that nothing is lost, whatever is shared."""
+"""Which sequences are run over one prefix; that nothing is lost, whatever is shared."""
 
 import numpy as np
 import pytest
@@ -21,10 +21,10 @@ def example(*parts: list[int]) -> Example:
 
 
 def shape(tree: Tree) -> tuple[int, list[int]]:
-    return len(tree.trunk), [len(row.token_ids) for row in tree.rows]
+    return len(tree.prefix), [len(row.token_ids) for row in tree.rows]
 
 
-def test_what_fits_one_row_needs_no_trunk():
+def test_what_fits_one_row_needs_no_prefix():
     [tree] = plant([example(SYSTEM, [5000 + index] * 100) for index in range(4)], 3000)
     assert shape(tree) == (0, [2400])
 
@@ -35,13 +35,13 @@ def test_a_long_beginning_is_run_once_however_many_rows_follow():
     assert tree.num_tokens == 2000 + 6 * 600
 
 
-def test_each_group_has_a_trunk_of_its_own_if_all_have_little_in_common():
+def test_each_group_has_a_prefix_of_its_own_if_all_have_little_in_common():
     groups = [[example(SYSTEM[:600], [9000 + g] * 3000, [5000 + i] * 700) for i in range(3)] for g in range(2)]
     grown = plant([item for group in groups for item in group], 1000)
     assert sorted(map(shape, grown)) == [(3600, [700, 700, 700])] * 2
 
 
-def test_all_groups_have_one_trunk_if_that_is_most_of_them():
+def test_all_groups_have_one_prefix_if_that_is_most_of_them():
     groups = [[example(SYSTEM, [9000 + g] * 10, [5000 + i] * 700) for i in range(3)] for g in range(2)]
     [tree] = plant([item for group in groups for item in group], 1500)
     assert shape(tree) == (2000, [10 + 1400, 710 + 710, 10 + 1400])
@@ -66,7 +66,7 @@ def paths(tree: Tree) -> list[list[int]]:
     """Each trained token's own beginning and itself, read off the tree."""
     found: list[list[int]] = []
     for row in tree.rows:
-        tokens = [*tree.trunk.tolist(), *row.token_ids.tolist()]
+        tokens = [*tree.prefix.tolist(), *row.token_ids.tolist()]
         ends = [*[len(tokens)] * row.start, *(row.ends + row.start).tolist()]
         for source, target in zip(row.sources.tolist(), row.targets.tolist(), strict=True):
             beginning = [token for at, token in enumerate(tokens[: source + 1]) if source < ends[at]]
@@ -92,6 +92,6 @@ def test_every_trained_token_is_there_once_with_exactly_its_own_beginning(
     assert sorted(path for tree in grown for path in paths(tree)) == expected
     for tree in grown:
         for row in tree.rows:
-            assert row.start == len(tree.trunk)
+            assert row.start == len(tree.prefix)
             above = [sum(row.ends[:index] > index) for index in range(len(row.ends))]
             assert (row.positions - row.start).tolist() == above

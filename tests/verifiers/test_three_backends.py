@@ -23,7 +23,7 @@ from vllm_generate_fake import generate_fake
 from dockyard.backends.slime import hooks
 from dockyard.collect.open import open_pool
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout

@@ -15,8 +15,7 @@ from pydantic import Field
 
 from dockyard import process
 from dockyard.collect.harbor_env_vars import hush
-from dockyard.collect.open import check_run
-from dockyard.collect.policy import find
+from dockyard.collect.open import check_run, find_model_files
 from dockyard.collect.rollout import rollout_order
 from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in
 from dockyard.config import Config, RunConfig
@@ -141,7 +140,7 @@ class HarborRolloutGenerator:
         config = self.config.run_config()
         check_run(config)
         tasks = (await load_dataset(dataset, registry=self.config.registry_path))[:n_tasks]
-        prepared = PreparedRollouts(model=find(config))
+        prepared = PreparedRollouts(model=find_model_files(config))
         purpose = Purpose(verb="rollout", num_tasks=n_tasks, harbor_cli=self.config.harbor_cli)
         with RunDir.create(config.run_dir, config, purpose=purpose) as run:
             order = rollout_order(run, tasks, self.config.n_samples)

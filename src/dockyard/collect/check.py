@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from dockyard import process
-from dockyard.collect.open import NoModel, check_run, open_pool
-from dockyard.collect.policy import find
+from dockyard.collect.open import NoModel, check_run, find_model_files, open_pool
 from dockyard.collect.quality import (
     Fault,
     QualityReport,
@@ -30,8 +29,9 @@ from dockyard.collect.quality import (
 from dockyard.collect.run_order import PreparedRollouts, RolloutProgress, gather
 from dockyard.config import AgentConfig, GatewayConfig, RunConfig
 from dockyard.errors import DockyardError
-from dockyard.rollout.pool import Order, Runner
-from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.pool import Runner
+from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.durable import disk_errors, whole_folder, write_atomically
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
 from dockyard.tasks.duplicates import content_digest
@@ -126,7 +126,7 @@ def prepare_check(config: RunConfig, *, difficulty: int | None) -> PreparedRollo
     if not difficulty:
         return None
     check_run(config)
-    return PreparedRollouts(model=find(config))
+    return PreparedRollouts(model=find_model_files(config))
 
 
 def check_tasks(

@@ -6,8 +6,10 @@ from typing import Self
 
 from dockyard import process
 from dockyard.collect.passk import Score, Scores, score_rollouts
-from dockyard.collect.run_order import PreparedRollouts, causes_text, gather, rollouts_in, tasks_of
-from dockyard.rollout.pool import Order, failure_counts
+from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in, tasks_of
+from dockyard.collect.table import aligned
+from dockyard.rollout.blame import causes_text, failure_counts
+from dockyard.rollout.order import Order
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import EVAL, RunDir
 from dockyard.types import Rollout
@@ -60,12 +62,6 @@ def _columns(overall: Scores, kinds: dict[str, Scores]) -> list[str]:
         cells = [*(scores.passes.get(k) for k in overall.passes), scores.reward]
         rows.append([name or "(none)", str(scores.reward.num_tasks), *map(_cell, cells)])
     return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines whose cells stand below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cell(score: Score | None) -> str:

@@ -29,8 +29,9 @@ from dockyard.errors import UsageError
 from dockyard.gateway.sessions import AnySession
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.job import read_result
+from dockyard.rollout.order import Attempt
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
-from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.rollout.trial import TrialRunner
 from dockyard.types import Rollout
 
 _KEY_VARIABLE = "DOCKYARD_ROLLOUT_KEY"

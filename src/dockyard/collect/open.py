@@ -1,15 +1,24 @@
-"""From settings to rollouts: environments, gateway and pool, opened together and closed together."""
+"""Open what makes rollouts: the policy's source of tokens or text, environments, gateway and pool.
 
+An agent that calls no model needs no engine, and torch is imported only for the embedded engine.
+"""
+
+import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from dockyard.collect.model_files import ModelFiles, find_files
 from dockyard.config import RunConfig
+from dockyard.engine.open import EngineSpec, open_engine
+from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
 from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
 from dockyard.gateway.text_session import TextSource
+from dockyard.rollout.agents.rows import asks_no_model
 from dockyard.rollout.agents.wiring import MODEL_NAME, check_agent, runs_inside
 from dockyard.rollout.environments import Site, check_environment, open_site, reachable
 from dockyard.rollout.pool import RolloutPool
@@ -20,7 +29,7 @@ from dockyard.types import Json, Rollout
 
 
 class NoModel:
-    """Implements `TextSource` for agents that ask no model, such as `oracle`."""
+    """Implements `TextSource` for agents that call no model, such as `oracle`."""
 
     down_s = 0.0
 
@@ -48,6 +57,42 @@ def _check_hidden(folders: dict[str, Path | None]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySource:
+    """What the gateway samples from. Without a renderer it is a source of text."""
+
+    engine: Engine | TextSource
+    renderer: Renderer | None
+
+
+def find_model_files(config: RunConfig) -> ModelFiles | None:
+    """Find the files of the run's model; None for an agent that calls no model, and in text mode."""
+    return None if asks_no_model(config.agent) else find_files(config.model, config.engine)
+
+
+@asynccontextmanager
+async def open_source(
+    config: RunConfig, files: ModelFiles | None, adapter: Path | None = None, *, log: Path = Path(os.devnull)
+) -> AsyncGenerator[PolicySource]:
+    """Open the engine of rollouts that train nothing, with this adapter loaded.
+
+    `log` receives the output of a vLLM server that is started for it.
+    """
+    if asks_no_model(config.agent):
+        yield PolicySource(NoModel(), None)
+        return
+    spec = EngineSpec(
+        engine=config.engine,
+        model=config.model,
+        model_dir=files.folder if files else None,
+        lora_rank=config.trainer.lora_r,
+        adapter=adapter,
+        log=log,
+    )
+    async with open_engine(spec) as engine:
+        yield PolicySource(engine, files.renderer if files and not isinstance(engine, TextEndpoint) else None)
+
+
 @asynccontextmanager
 async def open_pool(
     config: RunConfig,
@@ -56,7 +101,7 @@ async def open_pool(
     renderer: Renderer | None,
     on_phase: OnChange | None = None,
 ) -> AsyncGenerator[RolloutPool]:
-    """A pool whose rollouts sample from this engine. `renderer` is None where the engine is a source of text."""
+    """Open a pool whose rollouts sample from this engine. `renderer` is None if the engine is a source of text."""
     phases = Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout)
     async with open_runner(config, engine, renderer, run=run.id, trials=run.trials, phases=phases) as runner:
         yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
@@ -72,7 +117,7 @@ async def open_runner(
     run: str | None = None,
     phases: Phases | None = None,
 ) -> AsyncGenerator[TrialRunner]:
-    """What makes one rollout after another, for whoever owns the loop; `run` is the run's own name, if it has one."""
+    """Open what makes single rollouts, for callers with a loop of their own. `run` is the run's id, if it has one."""
     inside = runs_inside(config.agent)
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run))
@@ -104,5 +149,5 @@ async def _listen(gateway: Gateway, site: Site, port: int) -> None:
 
 
 def transcriber(renderer: Renderer | None) -> Callable[[Rollout], str]:
-    """How a rollout is shown to people: nothing, where its tokens are not known."""
+    """A function that renders a rollout for people: as an empty text if its tokens are not known."""
     return renderer.transcript if renderer else lambda _: ""

@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Self
 
 from dockyard import process
-from dockyard.collect.run_order import PreparedRollouts, causes_text, gather, rollouts_in, tasks_of
-from dockyard.rollout.pool import Order, failure_counts
+from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in, tasks_of
+from dockyard.rollout.blame import causes_text, failure_counts
+from dockyard.rollout.order import Order
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Rollout, Task
 

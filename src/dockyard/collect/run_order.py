@@ -14,13 +14,15 @@ from rich.live import Live
 from rich.text import Text
 
 from dockyard.collect.harbor_cli import HarborCliRunner
-from dockyard.collect.open import check_run, open_pool
-from dockyard.collect.policy import Model, find, opened
+from dockyard.collect.model_files import ModelFiles
+from dockyard.collect.open import check_run, find_model_files, open_pool, open_source
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.rollout.pool import Order, RolloutPool
-from dockyard.rollout.trial import Phase, TrialRunner
+from dockyard.rollout.blame import causes_text
+from dockyard.rollout.order import Order, Phase
+from dockyard.rollout.pool import RolloutPool
+from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Group, Rollout, Task
@@ -69,16 +71,11 @@ class RolloutProgress:
         self._live.update(Text(text + causes_text(dict(self._failures))))
 
 
-def causes_text(counts: Mapping[str, int]) -> str:
-    """Failures by cause in a few words."""
-    return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRollouts:
     """What was found before the run's folder was made."""
 
-    model: Model | None
+    model: ModelFiles | None
     adapter: Path | None = None
 
 
@@ -88,7 +85,7 @@ def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None)
     if split == "heldout":
         _check_heldout(config)
     check_tasks(config)
-    return PreparedRollouts(model=find(config), adapter=adapter)
+    return PreparedRollouts(model=find_model_files(config), adapter=adapter)
 
 
 def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
@@ -109,8 +106,8 @@ async def gather(
     """Make this order's rollouts, or read those that are recorded."""
     with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
         async with (
-            opened(run.config, prepared.model, prepared.adapter, log=run.engine_log) as policy,
-            open_pool(run.config, run, policy.engine, policy.renderer, progress.phases) as pool,
+            open_source(run.config, prepared.model, prepared.adapter, log=run.engine_log) as source,
+            open_pool(run.config, run, source.engine, source.renderer, progress.phases) as pool,
         ):
             pool = _by_command(pool) if harbor_cli else pool
             return await pool.collect(order, progress.finished)

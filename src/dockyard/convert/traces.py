@@ -24,7 +24,7 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.messages import ASSISTANT, Message
 from dockyard.rollout.blame import BY_NAME
 from dockyard.rollout.job import is_exception, rollout_of_exception
-from dockyard.rollout.outcome import Place
+from dockyard.rollout.order import Place
 from dockyard.types import Blame, Failure, Json, Rollout
 
 MAIN = "main"

@@ -1,4 +1,4 @@
-"""What a server must be before a run may sample from it. Each refusal says what to start the server with."""
+"""Checks of a server before a run samples from it. Each error says how to start the server."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,48 +12,48 @@ from tokenizers import Tokenizer
 from dockyard.config import EngineConfig
 from dockyard.engine.http import ModelServer
 from dockyard.engine.protocol import GenerateRequest
-from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, Served, Wire, models_in, read_draw
+from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine, ServedModel, Wire, models_in, read_draw
 from dockyard.errors import EngineError
 
-# Where tokenizers differ: capitals, digits, runs of spaces, letters outside ASCII.
-_TEXT = "def Main():\n        return 'naïve' + str(1234567)  # → 42\n"
+# Covers what tokenizers treat differently: capitals, digits, runs of spaces, letters outside ASCII.
+PROBE_TEXT = "def Main():\n        return 'naïve' + str(1234567)  # → 42\n"
 _TOP = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequirements:
-    """What a run expects of a server."""
+    """What a run requires of a server."""
 
     model: str
-    """What to serve, for hints."""
+    """The name of the model, for hints."""
     lora_rank: int
     text: str
     token_ids: Sequence[int]
-    """Of `text`, by the run's own tokenizer."""
+    """The token ids of `text` by the run's own tokenizer."""
     num_versions: int = 1
-    """Weights that are sampled from at the same time."""
+    """Versions of the weights that are sampled from at the same time."""
 
     @classmethod
     def of(cls, model: str, model_dir: Path, lora_rank: int, num_versions: int = 1) -> Self:
-        """For the model in this folder."""
+        """The requirements for the model in this folder."""
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        token_ids = tokenizer.encode(_TEXT, add_special_tokens=False).ids
-        return cls(model=model, lora_rank=lora_rank, text=_TEXT, token_ids=token_ids, num_versions=num_versions)
+        token_ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False).ids
+        return cls(model=model, lora_rank=lora_rank, text=PROBE_TEXT, token_ids=token_ids, num_versions=num_versions)
 
 
 async def open_checked(
-    server: ModelServer, wire: Wire, config: EngineConfig, wanted: ServerRequirements, *, logprobs_hint: str
+    server: ModelServer, wire: Wire, config: EngineConfig, required: ServerRequirements, *, logprobs_hint: str
 ) -> RemoteEngine:
-    """An engine over a server that can be given new weights, after every check."""
-    start = f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`"
+    """Check a server that takes new weights, and return an engine over it."""
+    start = f"start the server with `{wire.command(required.model, required.lora_rank)}`"
     served = served_as(server, config, await find_card(server, config, hint=start))
-    check_ids(server, await tokenize(server, served, wanted.text), wanted, hint=start)
-    await check_logprobs(server, wire, served, wanted, hint=logprobs_hint)
-    return RemoteEngine(server, wire, served, num_versions=wanted.num_versions)
+    check_ids(server, await tokenize(server, served, required.text), required, hint=start)
+    await check_logprobs(server, wire, served, required, hint=logprobs_hint)
+    return RemoteEngine(server, wire, served, num_versions=required.num_versions)
 
 
 async def find_card(server: ModelServer, config: EngineConfig, *, hint: str) -> Mapping[str, Any]:
-    """What the server says about the model to sample from. `hint` is for a server that does not answer."""
+    """The server's entry for the model to sample from. `hint` is for a server that does not answer."""
     try:
         answer = await server.get("/v1/models", patient=False)
     except EngineError as error:
@@ -64,29 +64,29 @@ async def find_card(server: ModelServer, config: EngineConfig, *, hint: str) -> 
     name = config.model or (next(iter(cards)) if len(cards) == 1 else None)
     if name not in cards:
         listed = ", ".join(f"`{name}`" for name in list(cards)[:8]) + (", ..." if len(cards) > 8 else "")
-        wish = f"no `{config.model}`" if config.model else f"{len(cards)} models"
-        raise EngineError(f"`{server.url}` serves {wish}: {listed}", hint="`--engine.model` names the one to sample")
+        offer = f"no `{config.model}`" if config.model else f"{len(cards)} models"
+        raise EngineError(f"`{server.url}` serves {offer}: {listed}", hint="`--engine.model` names the one to sample")
     return cards[name]
 
 
-def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]) -> Served:
-    """The model's name there and its context length, as far as the settings allow."""
-    limit, wish = card.get("max_model_len"), config.context_length
-    if limit is None and wish is None:
+def served_as(server: ModelServer, config: EngineConfig, card: Mapping[str, Any]) -> ServedModel:
+    """The model's name on the server, and the context length to use."""
+    limit, wanted = card.get("max_model_len"), config.context_length
+    if limit is None and wanted is None:
         raise EngineError(
-            f"`{server.url}` does not say how long its context is",
-            hint="`--engine.context_length` says it: the tokens of prompt and answer together",
+            f"`{server.url}` does not report its context length",
+            hint="set `--engine.context_length`: the tokens of prompt and answer together",
         )
-    if limit is not None and wish is not None and wish > limit:
+    if limit is not None and wanted is not None and wanted > limit:
         raise EngineError(
-            f"`engine.context_length` is {wish}, and `{server.url}` has {limit}",
+            f"`engine.context_length` is {wanted}, and `{server.url}` has {limit}",
             hint="`--engine.context_length none`, or give the server a longer context",
         )
-    return Served(name=str(card["id"]), context_length=int(wish or limit or 0))
+    return ServedModel(name=str(card["id"]), context_length=int(wanted or limit or 0))
 
 
-async def tokenize(server: ModelServer, served: Served, text: str) -> list[int]:
-    """By the server's own tokenizer."""
+async def tokenize(server: ModelServer, served: ServedModel, text: str) -> list[int]:
+    """Tokenize text with the server's own tokenizer."""
     body = {"model": served.name, "prompt": text, "add_special_tokens": False}
     answer = await server.post("/tokenize", body)
     match answer.body:
@@ -99,21 +99,21 @@ async def tokenize(server: ModelServer, served: Served, text: str) -> list[int]:
             )
 
 
-def check_ids(server: ModelServer, token_ids: Sequence[int], wanted: ServerRequirements, *, hint: str) -> None:
-    """Refuse a server whose token ids mean something else than ours."""
-    if list(token_ids) != list(wanted.token_ids):
+def check_ids(server: ModelServer, token_ids: Sequence[int], required: ServerRequirements, *, hint: str) -> None:
+    """Raise an error if the server's token ids differ from ours."""
+    if list(token_ids) != list(required.token_ids):
         raise EngineError(
-            f"`{server.url}` has another tokenizer than `{wanted.model}`: {wanted.text!r} is {list(token_ids)} there "
-            f"and {list(wanted.token_ids)} here",
+            f"`{server.url}` has another tokenizer than `{required.model}`: {required.text!r} is {list(token_ids)} "
+            f"there and {list(required.token_ids)} here",
             hint=hint,
         )
 
 
 async def check_logprobs(
-    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, *, hint: str
+    server: ModelServer, wire: Wire, served: ServedModel, required: ServerRequirements, *, hint: str
 ) -> None:
-    """Refuse a server that reports the model's own logprobs, not those of the distribution it draws from."""
-    cool, warm = [await _probe(server, wire, served, wanted, temperature) for temperature in (1.0, 2.0)]
+    """Raise an error if the server reports the logprobs of the model, not of the distribution it samples from."""
+    cool, warm = [await _probe(server, wire, served, required, temperature) for temperature in (1.0, 2.0)]
     if not are_logprobs(cool.top) or not are_tempered(cool.top, warm.top):
         raise EngineError(
             f"`{server.url}` sends logprobs without the temperature: not those of the distribution it samples from",
@@ -122,10 +122,10 @@ async def check_logprobs(
 
 
 async def _probe(
-    server: ModelServer, wire: Wire, served: Served, wanted: ServerRequirements, temperature: float
+    server: ModelServer, wire: Wire, served: ServedModel, required: ServerRequirements, temperature: float
 ) -> Draw:
     request = GenerateRequest(
-        prompt_ids=np.array(wanted.token_ids, dtype=np.int32),
+        prompt_ids=np.array(required.token_ids, dtype=np.int32),
         max_new_tokens=1,
         temperature=temperature,
         stop_ids=frozenset(),
@@ -136,18 +136,18 @@ async def _probe(
     if answer.status == 404:
         raise EngineError(
             f"`{server.url}{wire.generate_path}` does not exist: {answer.reason}",
-            hint=f"start the server with `{wire.command(wanted.model, wanted.lora_rank)}`",
+            hint=f"start the server with `{wire.command(required.model, required.lora_rank)}`",
         )
     return read_draw(server, wire, answer)
 
 
 def are_logprobs(top: Mapping[str, float]) -> bool:
-    """Whether these can be the logprobs of different tokens at one place; logits cannot, as a rule."""
+    """Whether these can be the logprobs of different tokens at one position; logits usually cannot."""
     return len(top) > 1 and sum(math.exp(min(logprob, 1.0)) for logprob in top.values()) < 1.01
 
 
 def are_tempered(cool: Mapping[str, float], warm: Mapping[str, float]) -> bool:
-    """Whether twice the temperature halves the distance between the same two tokens."""
+    """Whether doubling the temperature halves the distance between the same two tokens."""
     shared = sorted(cool.keys() & warm.keys(), key=lambda token: cool[token])
     if len(shared) < 2:
         return False

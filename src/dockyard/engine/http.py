@@ -1,4 +1,4 @@
-"""A model server over HTTP. Failures that pass, such as its restart, are waited out for a bounded time."""
+"""A model server over HTTP. Calls are retried for a limited time after temporary failures, such as a restart."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ from dockyard.errors import DockyardError, EngineError
 
 logger = logging.getLogger(__name__)
 
-CONTROL_TIMEOUT_S = 120.0  # of every call but generation, which takes as long as it takes
+CONTROL_TIMEOUT_S = 120.0  # for every call except generation, which has no limit
 _CONNECT_TIMEOUT_S = 10.0
-_KEEP_ALIVE_S = 2.0  # uvicorn, under vLLM and SGLang, hangs up after 5 s, and a call sent at that moment is lost
+_KEEP_ALIVE_S = 2.0  # uvicorn (vLLM, SGLang) closes idle connections after 5 s, which would lose a call
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 _WATCH_S = 5.0
 _PASSING = frozenset({429, 500, 502, 503, 504})
@@ -27,7 +27,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class ServerResponse:
-    """What a server said. `body` is its JSON, or its text where that is none."""
+    """A server's response. `body` is its JSON, or its text if it is not JSON."""
 
     status: int
     body: Any
@@ -38,7 +38,7 @@ class ServerResponse:
 
     @property
     def reason(self) -> str:
-        """What a refusal says, in one line. Servers put it in different places."""
+        """The error message of the response in one line. Servers use different fields for it."""
         found: Any = self.body
         for key in ("error", "error_message", "message", "detail"):
             if isinstance(found, dict) and key in found:
@@ -48,7 +48,7 @@ class ServerResponse:
 
 
 class ModelServer:
-    """One server at one address. To be made inside an event loop."""
+    """One server at one address. It must be created inside an event loop."""
 
     def __init__(self, url: str, *, api_key: str | None = None, retry_s: float = 0, watch_s: float = _WATCH_S) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -63,16 +63,16 @@ class ModelServer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            trust_env=URL(self.url).host not in _LOOPBACK,  # a proxy in the environment is for the world outside
+            trust_env=URL(self.url).host not in _LOOPBACK,  # proxies in the environment are for other hosts
         )
 
     @property
     def down_s(self) -> float:
-        """For how many seconds in all it has not answered."""
+        """The total time in seconds in which it did not answer."""
         return self._down_s + (time.monotonic() - self._failing_since if self._failing_since is not None else 0.0)
 
     async def get(self, path: str, *, patient: bool = True) -> ServerResponse:
-        """Ask; with `patient` false a server that does not answer is an error at once."""
+        """Send a GET request. Without `patient` there are no retries."""
         send = partial(self._send, "GET", path, None, CONTROL_TIMEOUT_S)
         return await self._patiently(path, send, self._retry_s if patient else 0)
 
@@ -85,14 +85,14 @@ class ModelServer:
         timeout_s: float = CONTROL_TIMEOUT_S,
         patient: bool = True,
     ) -> ServerResponse:
-        """Send JSON. `final` are statuses that are an answer here, and elsewhere a failure that passes."""
+        """Send JSON. The statuses in `final` are not retried."""
         send = partial(self._send, "POST", path, body, timeout_s)
         return await self._patiently(path, send, self._retry_s if patient else 0, _PASSING - final)
 
     async def generate(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> ServerResponse:
-        """Send JSON whose answer may take any time, as long as the server is there."""
+        """Send JSON and wait for the answer without a time limit, as long as the server is up."""
         return await self._patiently(path, partial(self._send_watched, path, body, headers), self._retry_s)
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class ModelServer:
         retry_s: float,
         passing: frozenset[int] = _PASSING,
     ) -> ServerResponse:
-        """Send again, with growing pauses, until there is an answer or the time is up."""
+        """Retry with growing pauses until there is an answer or the time is up."""
         deadline = time.monotonic() + retry_s
         pause = _FIRST_PAUSE_S
         while True:
@@ -122,7 +122,7 @@ class ModelServer:
             if time.monotonic() + pause > deadline:
                 raise EngineError(
                     f"`{self.url}{path}` does not answer: {failure}",
-                    hint="look at the server's log; `--engine.retry_s` is how long a restart may take",
+                    hint="see the server's log; `--engine.retry_s` is how long a restart may take",
                 )
             self._note_failure(failure, retry_s)
             await asyncio.sleep(pause)
@@ -159,10 +159,10 @@ class ModelServer:
             raise ConnectionAbortedError("the server stopped listening before it had answered") from None
 
     async def _watch(self) -> None:
-        """Give up what is under way once nobody listens any more.
+        """Cancel the calls in progress once the server no longer listens.
 
-        A vLLM that is told to stop waits for its clients to hang up, but has stopped to sample for them: both sides
-        would wait for ever.
+        A vLLM server that is shutting down waits for its clients to disconnect but no longer samples for them, so both
+        sides would wait forever.
         """
         while self._under_way:
             await asyncio.sleep(self._watch_s)
@@ -171,16 +171,16 @@ class ModelServer:
             except aiohttp.ClientConnectorError:
                 for task in self._under_way:
                     task.cancel()
-            except (aiohttp.ClientError, OSError) as error:  # it is there, and may have much to do
+            except (aiohttp.ClientError, OSError) as error:  # it is up, and may be busy
                 logger.debug("%s is slow to answer: %s", self.url, error)
 
     def _hide_key(self, text: str) -> str:
         return text.replace(self._api_key, "***") if self._api_key else text
 
     def _note_failure(self, failure: str, retry_s: float) -> None:
-        """Say it once, however many calls wait."""
+        """Log the failure once, however many calls are waiting."""
         if self._failing_since is None:
-            logger.warning("%s does not answer, asking again for %g s: %s", self.url, retry_s, failure)
+            logger.warning("%s does not answer, retrying for %g s: %s", self.url, retry_s, failure)
             self._failing_since = time.monotonic()
 
     def _note_success(self) -> None:
@@ -196,6 +196,6 @@ def read_key(variable: str | None, environment: Mapping[str, str]) -> str | None
     if not (key := environment.get(variable, "").strip()):
         raise DockyardError(
             f"the environment variable `{variable}`, which `engine.api_key_env` names, is not set",
-            hint=f"`export {variable}=...` before the run; the key itself does not belong into the settings",
+            hint=f"`export {variable}=...` before the run; the key itself does not belong in the settings",
         )
     return key

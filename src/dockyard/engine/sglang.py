@@ -1,7 +1,7 @@
 """SGLang's wire format: `/generate`, token ids in, token ids and logprobs out.
 
-Written against SGLang's source of August 2026. Its prefix cache is keyed by an id that each loaded adapter gets anew,
-and its seeds count only under `--enable-deterministic-inference`.
+Written against SGLang's source of August 2026. Its prefix cache is keyed by an id that is new for each loaded adapter,
+and seeds have an effect only with `--enable-deterministic-inference`.
 """
 
 from typing import Any, Self
@@ -14,10 +14,10 @@ from dockyard.engine.http import ModelServer, ServerResponse
 from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 
 
-async def connect_sglang(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
-    """An engine over this server, once it has shown that it can be trained with."""
+async def connect_sglang(server: ModelServer, config: EngineConfig, required: ServerRequirements) -> RemoteEngine:
+    """Check that this server can be used for training, and return an engine over it."""
     flag = "start the server without `SGLANG_RETURN_ORIGINAL_LOGPROB` in its environment"
-    return await open_checked(server, SGLangWire(), config, wanted, logprobs_hint=flag)
+    return await open_checked(server, SGLangWire(), config, required, logprobs_hint=flag)
 
 
 class SGLangWire:
@@ -28,7 +28,7 @@ class SGLangWire:
     abort_path = "/abort_request"
 
     def __init__(self, *, tells_versions: bool = False, adapter: str | None = None) -> None:
-        """`tells_versions`: somebody else gives the server its weights, maybe as `adapter`, and numbers them."""
+        """`tells_versions`: another program loads weights into the server, possibly as `adapter`, and numbers them."""
         self._tells_versions = tells_versions
         self._adapter = adapter
 
@@ -45,7 +45,7 @@ class SGLangWire:
             "repetition_penalty": 1.0,
             "sampling_seed": request.seed,
             "max_new_tokens": request.max_new_tokens,
-            "stop_token_ids": sorted(request.stop_ids),  # besides the model's own; `ignore_eos` would switch off both
+            "stop_token_ids": sorted(request.stop_ids),  # besides the model's own; `ignore_eos` would disable both
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
@@ -59,7 +59,7 @@ class SGLangWire:
         }
 
     def headers(self, ask: Ask) -> dict[str, str]:
-        """SGLang's router, told to hash, keeps what has the same key on one server."""
+        """SGLang's router, in its hashing mode, sends requests with the same key to the same server."""
         return {"X-SMG-Routing-Key": ask.request.affinity} if ask.request.affinity else {}
 
     def draw(self, body: Any) -> Draw:
@@ -88,7 +88,7 @@ class _Finish(BaseModel):
     type: str
     message: str | None = None
     status_code: int | None = None
-    """Set where it is an error that ended the generation."""
+    """Set if an error ended the generation."""
 
     @property
     def text(self) -> str:
@@ -107,7 +107,7 @@ class _Meta(BaseModel):
 
     @model_validator(mode="after")
     def _tells_tokens(self) -> Self:
-        """What was given up before it began has none."""
+        """Require token logprobs, except of a generation that was aborted before it started."""
         if not self.is_cut and "output_token_logprobs" not in self.model_fields_set:
             raise ValueError("no `output_token_logprobs`")
         return self

@@ -1,6 +1,7 @@
 """vLLM's wire format: `/inference/v1/generate`, token ids in, token ids and logprobs out.
 
-Hanging up aborts a request. The prefix cache is keyed by the adapter's name (and its path, in newer versions).
+Closing the connection aborts a request. The prefix cache is keyed by the adapter's name (and in newer versions its
+path).
 """
 
 from typing import Any
@@ -15,10 +16,10 @@ from dockyard.engine.remote_engine import Ask, Draw, RemoteEngine
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what `--max-lora-rank` accepts
 
 
-async def connect_vllm(server: ModelServer, config: EngineConfig, wanted: ServerRequirements) -> RemoteEngine:
-    """An engine over this server, once it has shown that it can be trained with."""
+async def connect_vllm(server: ModelServer, config: EngineConfig, required: ServerRequirements) -> RemoteEngine:
+    """Check that this server can be used for training, and return an engine over it."""
     flag = "start the server with `--logprobs-mode processed_logprobs`"
-    return await open_checked(server, VLLMWire(), config, wanted, logprobs_hint=flag)
+    return await open_checked(server, VLLMWire(), config, required, logprobs_hint=flag)
 
 
 def max_rank(rank: int) -> int:
@@ -44,8 +45,8 @@ class VLLMWire:
             "seed": request.seed,
             "max_tokens": request.max_new_tokens,
             "stop_token_ids": sorted(request.stop_ids),
-            "ignore_eos": True,  # our stop ids, and no others
-            "logprobs": ask.top,  # the sampled token's own always comes with them
+            "ignore_eos": True,  # only our stop ids count
+            "logprobs": ask.top,  # besides that of the sampled token
             "detokenize": False,
         }
         return {
@@ -71,7 +72,7 @@ class VLLMWire:
         return answer.status == 404
 
     def command(self, model: str, rank: int) -> str:
-        # vLLM before 0.30 knows no `--enable-scale-out` and needs none.
+        # vLLM before 0.30 has no `--enable-scale-out` and does not need it.
         return (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --enable-lora --max-lora-rank {max_rank(rank)} "
             "--logprobs-mode processed_logprobs --enable-scale-out"

@@ -1,7 +1,6 @@
-"""A vLLM server that a run starts for itself, on the machine and the GPU of the trainer. It ends with the run, however
-that ends.
+"""A vLLM server that a run starts on the machine and GPU of the trainer. It ends with the run, however that ends.
 
-It is to be ready before the trainer takes its memory: vLLM measures what is free while it starts.
+It must be ready before the trainer allocates memory: vLLM measures the free memory while it starts.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ from dockyard.run_dir.run import read_purpose
 
 logger = logging.getLogger(__name__)
 
-_SCALE_OUT = "--enable-scale-out"  # opens the generate route from vLLM 0.30 on; earlier ones do not know it
-_START_S = 1800.0  # against hanging only: a server that fails ends, and large models load for long
+_SCALE_OUT = "--enable-scale-out"  # enables the generate route since vLLM 0.30; earlier versions reject it
+_START_S = 1800.0  # only in case it hangs: a server that fails exits, and large models take long to load
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.5
 _SHOWN_LINES = 6
@@ -40,18 +39,18 @@ _ERROR = re.compile(r"\b(\w*Error|error):")
 
 @asynccontextmanager
 async def serving(
-    engine: EngineConfig, model: ModelConfig, model_dir: Path, wanted: ServerRequirements, log: Path
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, required: ServerRequirements, log: Path
 ) -> AsyncGenerator[EngineConfig]:
-    """The settings of a server that can be asked: one that is started for this block, or whatever they name.
+    """Start a vLLM server for this block if `engine.launch` is set, and yield the settings with its address.
 
-    `log` is a file in the run's folder.
+    `log` receives its output.
     """
     if not engine.launch:
         yield engine
         return
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
-        words = [*engine.command, str(model_dir), *options(engine, model, wanted, port)]
+        words = [*engine.command, str(model_dir), *options(engine, model, required, port)]
         process = await _start(words, engine.args, url, log)
     try:
         async with ends_with(process, lambda: _ended(process, log)):
@@ -60,21 +59,21 @@ async def serving(
         await _end(process)
 
 
-def options(engine: EngineConfig, model: ModelConfig, wanted: ServerRequirements, port: int) -> list[str]:
-    """What vLLM is started with so that a run can train with it."""
+def options(engine: EngineConfig, model: ModelConfig, required: ServerRequirements, port: int) -> list[str]:
+    """The options of vLLM that training needs."""
     dtype = model.dtype if model.dtype != "auto" else "float32" if model.device == "cpu" else "bfloat16"
     length = ["--max-model-len", str(engine.context_length)] if engine.context_length else []
-    # Rollouts of all versions share a batch. A new one is loaded before the oldest goes.
-    adapters = ["--max-loras", str(wanted.num_versions), "--max-cpu-loras", str(wanted.num_versions + 1)]
+    # Rollouts of all versions share a batch. A new version is loaded before the oldest is unloaded.
+    adapters = ["--max-loras", str(required.num_versions), "--max-cpu-loras", str(required.num_versions + 1)]
     return [
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", wanted.model, "--dtype", dtype),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", required.model, "--dtype", dtype),
         *("--gpu-memory-utilization", str(engine.memory_share), "--logprobs-mode", "processed_logprobs"),
-        *("--enable-lora", "--max-lora-rank", str(max_rank(wanted.lora_rank)), *adapters, *length),
+        *("--enable-lora", "--max-lora-rank", str(max_rank(required.lora_rank)), *adapters, *length),
     ]
 
 
 async def _start(words: Sequence[str], args: Sequence[str], url: str, log: Path) -> Process:
-    """A server that answers."""
+    """Start the server and wait until it answers."""
     if shutil.which(words[0]) is None:
         hint = "`pip install vllm`, or name its program: `--engine.command '[\"python\", ...]'`"
         raise EngineError(f"`{words[0]}`, the first word of `engine.command`, is not installed", hint=hint)
@@ -91,13 +90,13 @@ async def _start(words: Sequence[str], args: Sequence[str], url: str, log: Path)
 
 
 async def _ready(command: Sequence[str], url: str, log: Path) -> Process | None:
-    """The process once it answers; None when it has ended, or took too long."""
+    """The process once it answers; None if it has ended or takes too long."""
     with disk_errors(log):
         output = log.open("wb")
     with output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", supervise.__file__, str(_PATIENCE_S), *command),
-            stdin=asyncio.subprocess.PIPE,  # the supervisor ends the server when it closes, as it does when we die
+            stdin=asyncio.subprocess.PIPE,  # `supervise` ends the server when it closes, also if we die
             stdout=output,
             stderr=output,
             env=_environment(),
@@ -114,13 +113,13 @@ async def _ready(command: Sequence[str], url: str, log: Path) -> Process | None:
 
 
 def _environment() -> dict[str, str]:
-    """With the key of some other server it would refuse us."""
+    """The environment without `VLLM_API_KEY`, with which the server would reject our calls."""
     ours = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
     return ours | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
 async def _answers(process: Process, url: str) -> bool:
-    """Whatever the answer is: the checks of a server come later, and say what is wrong with it."""
+    """Wait for any answer. Later checks report what is wrong with the server."""
     deadline = time.monotonic() + _START_S
     server = ModelServer(url)
     try:
@@ -128,7 +127,7 @@ async def _answers(process: Process, url: str) -> bool:
             try:
                 await server.get("/v1/models", patient=False)
                 return True
-            except EngineError as error:  # it does not listen yet
+            except EngineError as error:  # it is not listening yet
                 logger.debug("%s", error)
             await asyncio.sleep(_PAUSE_S)
         return False
@@ -144,7 +143,7 @@ def _ended(process: Process, log: Path) -> EngineError:
 
 
 def _way_on(folder: Path) -> str:
-    purpose = read_purpose(folder)  # none where a run is not ours
+    purpose = read_purpose(folder)  # None if the folder is not that of a run
     return f"; `dockyard {purpose.verb} --resume {folder}` starts both again" if purpose else ""
 
 
@@ -155,10 +154,10 @@ async def _end(process: Process) -> None:
 
 
 def summary(text: str) -> str:
-    """The last lines of a log that speak of errors, or simply the last."""
+    """The last lines of a log that mention errors, or simply the last lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = list(dict.fromkeys(line for line in lines if "WARNING" not in line and _ERROR.search(line)))
-    return "\n".join((errors or lines)[-_SHOWN_LINES:]) or "it said nothing"
+    return "\n".join((errors or lines)[-_SHOWN_LINES:]) or "it printed nothing"
 
 
 def _hint(text: str, command: Sequence[str]) -> str:
@@ -174,7 +173,7 @@ def _text(log: Path) -> str:
 
 @contextmanager
 def reserved_port() -> Generator[int]:
-    """A free one that nobody else is given while vLLM starts: until it listens there itself, it may share it."""
+    """A free port that no other program gets while vLLM starts: the socket is shared until vLLM listens."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ from dockyard.errors import DockyardError, EngineError
 
 
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers is to load a model's linear layers. They are multiplied with in this number format."""
+    """The quantisation of linear layers. Products are computed in this number format."""
     check_installed()
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -31,7 +31,7 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def check_installed() -> None:
-    """Before the weights are read."""
+    """Raise an error if bitsandbytes is missing, before weights are read."""
     try:
         import_module("bitsandbytes")
     except ModuleNotFoundError as error:
@@ -42,26 +42,26 @@ def check_installed() -> None:
 
 
 def keep_layout(model: Any) -> None:
-    """Have no layer change its weights' layout when it is asked without gradients.
+    """Keep the layout of quantised weights when layers run without gradients.
 
-    On some CPUs bitsandbytes would do that, in place, to weights that the trainer shares and needs as they are.
+    On some CPUs bitsandbytes would change it in place, although the trainer shares these weights.
     """
     for layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
 
 
 def quant_states(model: Any) -> list[Any]:
-    """The scales of its weights, which are no parameters."""
+    """The scales of its weights, which are not parameters."""
     return [layer.weight.quant_state for layer in _layers(model)]
 
 
 def quantised_share(model: Any) -> float:
-    """Of its weights. The experts of a mixture are no linear layers, and keep all bits."""
+    """The share of weights with 4 bits. The experts of a mixture are not linear layers and are not quantised."""
     return _num_quantised(model) / num_weights(model)
 
 
 def num_weights(model: Any) -> int:
-    """Of all bits and of 4, two of which lie in each byte."""
+    """The number of weights, including 4-bit ones, of which a byte holds two."""
     packed = {id(layer.weight) for layer in _layers(model)}
     return _num_quantised(model) + sum(p.numel() for p in model.parameters() if id(p) not in packed)
 
@@ -79,16 +79,16 @@ def _layers(model: Any) -> list[Any]:
 
 
 def is_four_bit(model: Any) -> bool:
-    """Whether it was loaded so."""
+    """Whether the model was loaded with 4-bit weights."""
     return isinstance(getattr(model.config, "quantization_config", None), BitsAndBytesConfig)
 
 
 _WORTH_COMPILING = 10**9
-"""Weights."""
+"""The number of weights from which on compiling is worthwhile."""
 
 
 def resolve_device(config: ModelConfig) -> torch.device:
-    """The device that `auto` stands for."""
+    """The device to use, with `auto` resolved."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DockyardError("`model.device` is `cuda`, but torch sees no GPU", hint="`--model.device cpu`")
     if config.device == "auto":
@@ -97,16 +97,16 @@ def resolve_device(config: ModelConfig) -> torch.device:
 
 
 def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format that `auto` stands for."""
+    """The number format to use, with `auto` resolved."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
 def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False, four_bit: bool = False) -> Any:
-    """The causal language model in this folder, on its device.
+    """Load the causal language model in this folder to its device.
 
-    `as_stored` keeps the number format of its files; `four_bit` quantises its linear layers but the head.
+    `as_stored` keeps the number format of its files; `four_bit` quantises its linear layers except the head.
     """
     device = resolve_device(config)
     dtype = resolve_dtype(config, device)
@@ -114,24 +114,24 @@ def load_model(folder: Path, config: ModelConfig, *, as_stored: bool = False, fo
     quantised = {"quantization_config": four_bit_config(dtype), "device_map": {"": device}} if four_bit else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if as_stored else dtype, **quantised)
-    except Exception as error:  # transformers raises whatever its parts raise; the folder is what the user can change
+    except Exception as error:  # transformers raises many types of errors; the folder is what the user can change
         raise DockyardError(
             f"the model in `{folder}` cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
             hint="a model folder is what `save_pretrained` writes: config.json, safetensors, tokenizer.json",
         ) from error
-    # What PEFT writes into adapters as the name of their base: others find it by the Hub's, not by a folder here.
+    # PEFT writes this to adapters as the name of their base model: the name on the Hub, not a local folder.
     model.config.name_or_path = model.name_or_path = hub_name(config.name) or str(folder.absolute())
     keep_layout(model)
     return model if four_bit else cast(Any, model).to(device)
 
 
 def worth_compiling(model: Any) -> bool:
-    """Whether it is on a GPU, and so large that a minute of compiling is soon won back."""
+    """Whether the model is on a GPU and large enough that compiling for a minute pays off."""
     return model.device.type == "cuda" and num_weights(model) >= _WORTH_COMPILING
 
 
 def other_attention(text_config: Any) -> list[str]:
-    """Which kinds of attention a model has besides full attention, the only one that is served or trained here."""
+    """The kinds of attention that a model has besides full attention, the only kind that is supported."""
     kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
         kinds = {"sliding_attention"}
@@ -139,14 +139,14 @@ def other_attention(text_config: Any) -> list[str]:
 
 
 def share_weights(model: Any) -> Any:
-    """A second model over the same frozen weights. Only what is trained is copied, be it everything."""
+    """A second model that shares the frozen weights. Only trained weights are copied, which may be all."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     shared = [*frozen, *model.buffers(), *quant_states(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).requires_grad_(False)
 
 
 def load_weights(model: Any, folder: Path) -> Any:
-    """The model with the weights in this folder in place of the ones it had: a LoRA adapter's, or all."""
+    """Replace the model's weights by those in this folder: of a LoRA adapter, or all."""
     if (folder / "adapter_config.json").is_file():
         return load_adapter(model, folder)
     if (folder / "config.json").is_file():
@@ -159,8 +159,8 @@ def load_weights(model: Any, folder: Path) -> Any:
 
 
 def load_adapter(model: Any, adapter_dir: Path) -> Any:
-    """The model with this LoRA adapter's weights in place of the ones it had."""
-    if not (adapter_dir / "adapter_config.json").is_file():  # PEFT would look for the folder's name on the Hub
+    """Replace the weights of the model's LoRA adapter, or add one."""
+    if not (adapter_dir / "adapter_config.json").is_file():  # PEFT would look up the folder's name on the Hub
         raise EngineError(f"`{adapter_dir}` holds no adapter", hint="an adapter folder is what PEFT's save writes")
     if isinstance(model, PeftModel):
         weights = load_peft_weights(str(adapter_dir), device=str(model.device))
@@ -170,7 +170,7 @@ def load_adapter(model: Any, adapter_dir: Path) -> Any:
 
 
 def _copy_weights(folder: Path, model: Any) -> None:
-    """Into the very tensors that the model has. transformers reads them: its files may have other names than they."""
+    """Copy all weights into the model's own tensors. transformers reads them, because names in files may differ."""
     transformers_logging.disable_progress_bar()
     with torch.inference_mode(False), torch.no_grad():
         saved = dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
@@ -185,11 +185,11 @@ def _copy_weights(folder: Path, model: Any) -> None:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the quantised model as an ordinary model folder in bfloat16. transformers shows how far it is."""
+    """Convert a GGUF file to a model folder in bfloat16. transformers shows the progress."""
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config: Any = copy.deepcopy(model.config)
-    del config.quantization_config  # save_pretrained refuses a model that says it is quantised
+    del config.quantization_config  # `save_pretrained` rejects a model with this setting
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)

@@ -11,20 +11,20 @@ from dockyard.types import Group, Rollout
 
 _EPSILON = 1e-6
 _ALIKE = 1e-9
-"""Rewards no further apart are equal but for rounding."""
+"""Rewards that differ by no more than this are equal up to rounding."""
 _BUFFER_SHARE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A rollout that has a reward, and how much better it did than the others of its group."""
+    """A rollout with a reward, and its advantage over its group."""
 
     rollout: Rollout
     advantage: float
 
 
 def scored(group: Group, config: GRPOConfig) -> list[Scored]:
-    """The rollouts that were compared. Fewer than two have nothing to be compared with: not even their KL counts."""
+    """The rollouts with a reward and their advantages; none if there are fewer than two to compare."""
     rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
     if len(rollouts) < 2:
         return []
@@ -34,15 +34,15 @@ def scored(group: Group, config: GRPOConfig) -> list[Scored]:
 
 
 def has_signal(group: Group, config: GRPOConfig) -> bool:
-    """Whether its rollouts did differently well."""
+    """Whether any rollout of the group has an advantage."""
     return any(item.advantage for item in scored(group, config))
 
 
 def group_advantages(rewards: Sequence[float], kind: Literal["std", "mean", "leave_one_out"] = "std") -> list[float]:
-    """How much better than its group each rollout did.
+    """The reward of each rollout relative to the mean of its group.
 
-    `std` counts in sample standard deviations (ddof 1); `leave_one_out` compares with the mean of the others alone.
-    A group of one, or one in which all did equally well, teaches nothing: 0 for each.
+    `std` divides by the sample standard deviation (ddof 1); `leave_one_out` compares with the mean of the others.
+    In a group of one, and in one whose rewards are equal, every advantage is 0.
     """
     if len(rewards) < 2 or max(rewards) - min(rewards) <= _ALIKE:
         return [0.0] * len(rewards)
@@ -56,7 +56,7 @@ def group_advantages(rewards: Sequence[float], kind: Literal["std", "mean", "lea
 
 
 def _overlong_penalty(num_sampled: int, config: GRPOConfig) -> float:
-    """DAPO's: nothing up to the buffer, then rising evenly to 1 at the length."""
+    """DAPO's penalty: 0 up to the buffer, then rising linearly to 1 at `overlong_length`."""
     if config.overlong != "penalty" or config.overlong_length is None:
         return 0.0
     buffer = config.overlong_buffer or max(1, config.overlong_length // _BUFFER_SHARE)

@@ -1,7 +1,7 @@
 """The loss of trained tokens as a pure function of their logprobs: clipped policy gradient, correction, KL penalty.
 
-A batch may be any part of an update that keeps segments whole: weights are relative to the whole update, so the losses
-of its parts add up to it. What is said of a sequence is computed over the trained tokens of one segment.
+A batch may be any part of an update that does not divide segments: weights are relative to the whole update, so the
+losses of its parts add up. "Sequence" means the trained tokens of one segment.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from dockyard.config import GRPOConfig
 
 _KL_BOUND = 10.0
 _LOG_BOUND = 20.0
-"""Of log ratios: further out e^x soon is infinite, and a gradient that clipping takes away would be NaN instead."""
+"""The bound of log ratios: beyond it e^x overflows, and a gradient that clipping removes would be NaN instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Tokens to learn from, one entry each."""
+    """The trained tokens, one entry each."""
 
     logprobs_N: Tensor
-    """Under the weights being trained, with their gradient."""
+    """Under the weights being trained, with a gradient."""
     old_N: Tensor
-    """Under the weights that the ratio is taken to."""
+    """Under the weights in the denominator of the ratio."""
     recorded_N: Tensor
-    """As the engine drew them."""
+    """As the engine reported them when it sampled the tokens."""
     reference_N: Tensor | None
-    """Under the base model; None where there is no KL penalty."""
+    """Under the base model; None if there is no KL penalty."""
     advantages_N: Tensor
     weights_N: Tensor
     segments_N: Tensor
@@ -37,16 +37,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The loss, and what it was made of, per token."""
+    """The loss of a batch, and its parts per token."""
 
     total: Tensor
     clipped_N: Tensor
-    """1 where clipping took the gradient away."""
+    """1 where clipping removed the gradient."""
     kl_N: Tensor
 
 
 def batch_loss(batch: Batch, config: GRPOConfig) -> Loss:
-    """What one batch adds to the loss of its update."""
+    """The part of an update's loss that this batch contributes."""
     log_ratio_N = batch.logprobs_N - batch.old_N
     if config.ratio == "sequence":
         log_ratio_N = _segment_means(log_ratio_N, batch.segments_N)
@@ -63,14 +63,14 @@ def batch_loss(batch: Batch, config: GRPOConfig) -> Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Per token, before weighting."""
+    """The policy gradient loss per token, before weighting."""
 
     loss_N: Tensor
     clipped_N: Tensor
 
 
 def policy_loss(log_ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """PPO's pessimistic bound: the ratio to the weights that drew the token earns nothing beyond the clip range."""
+    """PPO's clipped objective: beyond the clip range a better ratio has no gradient."""
     ratio_N = _exp(log_ratio_N)
     free_N = -ratio_N * advantages_N
     bounded_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
@@ -78,7 +78,7 @@ def policy_loss(log_ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, c
 
 
 def correction_weights(batch: Batch, level: Literal["token", "sequence"], cap: float) -> Tensor:
-    """Truncated importance weights: how much likelier the trainer finds what the engine drew, up to the cap."""
+    """Truncated importance weights of the trainer's distribution over the engine's, at most `cap`."""
     log_ratio_N = (batch.old_N - batch.recorded_N).detach()
     if level == "sequence":
         log_ratio_N = _segment_sums(log_ratio_N, batch.segments_N)
@@ -86,9 +86,10 @@ def correction_weights(batch: Batch, level: Literal["token", "sequence"], cap: f
 
 
 def kl(logprobs_N: Tensor, reference_N: Tensor, kind: Literal["low_var_kl", "k1", "k2", "k3"]) -> Tensor:
-    """An estimate of KL(policy || reference) from a token that the policy drew.
+    """An estimate of KL(policy || reference) from a token that the policy sampled.
 
-    k1 has no bias and may be negative, k2 little variance and some bias, k3 neither; `low_var_kl` is k3, bounded.
+    k1 is unbiased but may be negative, k2 has low variance but some bias, k3 is unbiased and never negative;
+    `low_var_kl` is k3, clamped.
     """
     log_ratio_N = reference_N - logprobs_N
     if kind == "k1":
@@ -100,7 +101,7 @@ def kl(logprobs_N: Tensor, reference_N: Tensor, kind: Literal["low_var_kl", "k1"
 
 
 def mismatch_kl(batch: Batch) -> Tensor:
-    """Per token, how far the weights being trained are from what drew it: k3 of KL(engine || trainer)."""
+    """The k3 estimate of KL(engine || trainer) per token."""
     return kl(batch.recorded_N, batch.logprobs_N.detach(), "k3")
 
 
@@ -109,7 +110,7 @@ def _exp(log_ratio_N: Tensor) -> Tensor:
 
 
 def _segment_sums(values_N: Tensor, segments_N: Tensor) -> Tensor:
-    """For each token, the sum over its segment."""
+    """For each token the sum over its segment."""
     sums_S = values_N.new_zeros(int(segments_N.max()) + 1).index_add(0, segments_N, values_N)
     return sums_S[segments_N]
 

@@ -17,13 +17,13 @@ from dockyard.types import FloatArray, Group, IntArray, Segment, common_prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One segment with what its sampled tokens are worth."""
+    """One segment with the advantage and weight of its sampled tokens."""
 
     token_ids: IntArray
     targets: IntArray
     """Positions of the sampled tokens, each at least 1."""
     old_logprobs: FloatArray | None
-    """Of the tokens at `targets`, under the weights that drew them; None when nobody recorded them."""
+    """Of the tokens at `targets`, under the weights that sampled them; None if they were not recorded."""
     advantage: float
     weight: float
     """Of each target in the loss."""
@@ -34,17 +34,17 @@ class PackedRow:
     """One forward pass. The arrays after `ends` have one entry per trained token."""
 
     start: int = 0
-    """How many tokens come before it, which were run by themselves (`rl/trees.py`)."""
+    """The length of the prefix before the row, which is computed in a pass of its own (`rl/trees.py`)."""
     token_ids: IntArray
     positions: IntArray
     ends: IntArray
-    """One past the last token that begins with this one's prefix."""
+    """One past the last token that continues this one."""
     sources: IntArray
-    """Index of the token that predicts the target, counted with those before the row."""
+    """Index of the token that predicts the target, counted from the start of the prefix."""
     targets: IntArray
     """Token ids."""
     old_logprobs: FloatArray
-    """NaN where nobody recorded them."""
+    """NaN if they were not recorded."""
     advantages: FloatArray
     weights: FloatArray
     segments: IntArray
@@ -52,29 +52,29 @@ class PackedRow:
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[PackedRow]:
-    """Rows of at most `max_tokens` tokens. Sequences that begin alike stay together.
+    """Pack examples into rows of at most `max_tokens` tokens. Sequences that begin alike stay together.
 
-    A longer sequence has a row of its own, which takes in others that add little to it: agents' first prompts alone may
-    be longer than a row, and are the same in every rollout.
+    A longer sequence gets a row of its own, to which others are added that add few tokens: the first prompt of an agent
+    may be longer than a row by itself, and is the same in every rollout.
     """
     ordered = in_order(examples)
     return lay_out(ordered, divide(*sizes(ordered), max_tokens))
 
 
 def in_order(examples: Sequence[Example]) -> list[Example]:
-    """Those that begin alike beside each other."""
+    """Sort examples so that those that begin alike are neighbours."""
     return sorted(examples, key=lambda example: example.token_ids.astype(">i4").tobytes())
 
 
 def sizes(ordered: Sequence[Example]) -> tuple[list[int], list[int]]:
-    """How long each is, and how much of it the one before begins with too."""
+    """The length of each example, and the number of tokens it begins with in common with the one before."""
     lengths = [len(example.token_ids) for example in ordered]
     shared = [common_prefix(one.token_ids, other.token_ids) for one, other in pairwise(ordered)]
     return lengths, [0, *shared][: len(lengths)]
 
 
 def divide(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Which of them make a row: from the first one's index to one past the last one's."""
+    """Divide examples into rows: the index of the first of each row, and one past the last."""
     starts: list[int] = []
     size = room = 0
     for index, length in enumerate(lengths):
@@ -88,14 +88,14 @@ def divide(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> li
 
 
 def lay_out(ordered: Sequence[Example], bounds: Sequence[tuple[int, int]], start: int = 0) -> list[PackedRow]:
-    """These rows, without the first `start` tokens, which are the same in all of them."""
+    """Lay out these rows without their first `start` tokens, which all of them share."""
     return [_row(ordered[first:last], start) for first, last in bounds]
 
 
 def _row(examples: Sequence[Example], start: int) -> PackedRow:
-    """Lay sorted sequences out as a trie: each adds only what follows its common beginning with the one before."""
+    """Lay out sorted sequences as a trie: each adds only what follows its common prefix with the one before."""
     tokens, positions, ends = np.zeros((3, sum(len(example.token_ids) for example in examples)), dtype=np.int32)
-    path = np.arange(start, dtype=np.int32)  # where each token of the present sequence stands in the row
+    path = np.arange(start, dtype=np.int32)  # the index in the row of each token of the current sequence
     paths: list[IntArray] = []
     size = start
     for index, example in enumerate(examples):
@@ -136,9 +136,9 @@ _DEFAULT = GRPOConfig()
 
 
 def examples_of(groups: Sequence[Group], config: GRPOConfig = _DEFAULT, *, with_idle: bool) -> list[Example]:
-    """What to train on. All segments of a rollout share its advantage, and all its tokens weigh the same.
+    """The examples to train on. All segments of a rollout share its advantage, and all its tokens have the same weight.
 
-    Rollouts without advantage move nothing but the KL penalty, so they count and are left out unless `with_idle`.
+    A rollout with advantage 0 affects only the KL penalty. It counts in the mean, and is left out unless `with_idle`.
     """
     counted = [item for group in groups for item in _counted(group, config)]
     num_tokens = sum(item.rollout.num_sampled for item in counted)
@@ -155,7 +155,7 @@ def examples_of(groups: Sequence[Group], config: GRPOConfig = _DEFAULT, *, with_
 
 
 def _counted(group: Group, config: GRPOConfig) -> list[Scored]:
-    """The rollouts whose loss is taken, and which the mean is over. The others were still compared with."""
+    """The rollouts that the loss is averaged over. The others still count in the group's baseline."""
     items = scored(group, config)
     if (config.zero_variance == "exclude" or config.dynamic_sampling) and not any(item.advantage for item in items):
         return []
@@ -166,7 +166,7 @@ def _counted(group: Group, config: GRPOConfig) -> list[Scored]:
 
 def _example(segment: Segment, advantage: float, weight: float) -> Example:
     targets = np.flatnonzero(segment.sampled).astype(np.int32)
-    assert targets[0] > 0  # nothing comes before the first token that could have drawn it
+    assert targets[0] > 0  # no token precedes the first that could have predicted it
     return Example(
         token_ids=segment.token_ids,
         targets=targets,

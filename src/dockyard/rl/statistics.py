@@ -1,15 +1,15 @@
-"""Many rollouts in numbers, among them the few that say whether training sees what was sampled."""
+"""Metrics of rollouts, among them those of the gateway, which show whether training sees what was sampled."""
 
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from dockyard.rollout.pool import failure_counts
+from dockyard.rollout.blame import failure_counts
 from dockyard.types import Rollout
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """A step's rollouts in numbers."""
+    """The metrics of a step's rollouts."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     return {
         "reward/mean": fmean(rewards) if rewards else float("nan"),
@@ -23,7 +23,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Empty when no rollout called the model. Those recorded as text are left out: nobody knows their tokens."""
+    """The gateway's metrics; empty if no rollout called the model. Rollouts recorded as text are left out."""
     rollouts = [rollout for rollout in rollouts if not rollout.exchanges]
     totals: Counter[str] = Counter()
     for rollout in rollouts:
@@ -45,7 +45,7 @@ def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def gateway_line(metrics: dict[str, float]) -> str:
-    """The same for people."""
+    """The same as a line of text."""
     if not metrics:
         return ""
     branches = {name.removeprefix("gateway/branch_"): count for name, count in metrics.items() if "branch_" in name}

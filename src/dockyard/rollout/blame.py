@@ -5,11 +5,13 @@ policy that learns to break its sandbox, or to hang its tests, must not profit. 
 so the types that environments raise are defined here.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from dockyard.gateway.accounting import Recording
-from dockyard.types import Blame, Failure
+from dockyard.types import Blame, Failure, Rollout
 
 
 class SandboxDiedError(Exception):
@@ -146,3 +148,13 @@ def _failure(cause: str, message: str, recording: Recording) -> Failure:
 def is_worth_retrying(failure: Failure | None) -> bool:
     """Whether the same attempt may go better."""
     return failure is not None and failure.blame is Blame.INFRASTRUCTURE and BY_NAME[failure.cause].retried
+
+
+def failure_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """The number of failed rollouts by cause."""
+    return dict(Counter(rollout.failure.cause for rollout in rollouts if rollout.failure))
+
+
+def causes_text(counts: Mapping[str, int]) -> str:
+    """Failures by cause as a short text."""
+    return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"

@@ -25,7 +25,8 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording
 from dockyard.rollout.blame import BY_EXCEPTION
 from dockyard.rollout.details import num_turns, segments_of
-from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
+from dockyard.rollout.order import Place
+from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Blame, Failure, Rollout
 

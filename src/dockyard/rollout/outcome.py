@@ -12,6 +12,7 @@ from harbor.models.verifier.result import VerifierResult
 from dockyard.gateway.accounting import Recording
 from dockyard.gateway.text_session import exchange_json
 from dockyard.rollout.blame import failure_of
+from dockyard.rollout.order import Place
 from dockyard.types import Blame, Rollout
 
 
@@ -25,15 +26,6 @@ class Outcome:
     message: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """By phase."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which rollout of which task it is."""
-
-    task: str
-    kind: str
-    attempt: int
 
 
 def outcome_of(result: TrialResult) -> Outcome:

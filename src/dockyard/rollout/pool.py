@@ -3,17 +3,16 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import Protocol, Self
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from dockyard.config import RolloutConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout.blame import is_worth_retrying
-from dockyard.rollout.trial import Attempt
+from dockyard.rollout.order import Attempt, Order
 from dockyard.run_dir.run import RunDir
-from dockyard.types import Group, Rollout, Task
+from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -24,44 +23,6 @@ class Runner(Protocol):
     """Makes one rollout."""
 
     async def run(self, attempt: Attempt) -> Rollout: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """The rollouts of one phase: each task so many times."""
-
-    phase: str
-    tasks: Sequence[Task]
-    group_size: int
-    temperature: float
-    seed: int
-    stream: str
-    """What the random streams are named after: phases that share it draw the same numbers."""
-    retry_lost: bool = False
-    """Whether to make those again that an earlier run recorded as lost. Training does not: its updates are replayed."""
-    spare: Sequence[Task] = ()
-    """What `further` goes on with, in this order."""
-    first_group: int = 0
-    """Where the phase's groups before this order end."""
-
-    def further(self, count: int) -> Self:
-        """The next of the spare tasks, as further groups of the same phase."""
-        spare, first = self.spare, self.first_group + len(self.tasks)
-        return replace(self, tasks=spare[:count], spare=spare[count:], first_group=first)
-
-    def attempts(self) -> list[Attempt]:
-        return [
-            Attempt(
-                name=f"{self.phase}-{group:03}-{index:02}",
-                task=task,
-                group=group,
-                index=index,
-                seed=rollout_seed(self.seed, self.stream, group, index),
-                temperature=self.temperature,
-            )
-            for group, task in enumerate(self.tasks, self.first_group)
-            for index in range(self.group_size)
-        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,14 +125,3 @@ class RolloutPool:
                 f"the last: {lost[-1].message.splitlines()[0] if lost[-1].message else lost[-1].cause}",
                 hint="`dockyard doctor` checks this machine; `--rollout.max_lost_share` sets how many may be lost",
             )
-
-
-def rollout_seed(run_seed: int, stream: str, group: int, index: int) -> int:
-    """Of one rollout's random stream."""
-    digest = blake2b(f"{run_seed}/{stream}/{group}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
-
-
-def failure_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """How many rollouts failed, by cause."""
-    return dict(Counter(rollout.failure.cause for rollout in rollouts if rollout.failure))

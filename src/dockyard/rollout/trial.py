@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 
 from harbor import Trial, TrialConfig, TrialEvent, TrialHookEvent, TrialTaskConfig, TrialVerifierConfig
@@ -23,21 +22,10 @@ from dockyard.gateway.sessions import AnySession, Sampling
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.agents.wiring import Endpoint, agent_config
 from dockyard.rollout.environments import Site
-from dockyard.rollout.outcome import Outcome, Place, outcome_of, rollout_of
+from dockyard.rollout.order import Attempt, Phase
+from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
 from dockyard.rollout.verifier import VERIFIER
 from dockyard.types import Rollout, Task
-
-
-class Phase(StrEnum):
-    """What a rollout is at."""
-
-    BUILDING = "building"
-    """Its environment starts, its agent is installed."""
-    RUNNING = "running"
-    """Its agent works."""
-    VERIFYING = "verifying"
-    """It is graded, and its environment taken down."""
-
 
 type OnChange = Callable[[Mapping[Phase, int]], None]
 
@@ -117,24 +105,6 @@ _CUT_IN = {
     Phase.VERIFYING: "VerifierTimeoutError",
 }
 """What it means that the whole rollout's time is up, by phase."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A rollout that is to be made."""
-
-    name: str
-    """Unique in the run."""
-    task: Task
-    group: int
-    index: int
-    """Which of the group's rollouts."""
-    seed: int
-    temperature: float
-
-    @property
-    def place(self) -> Place:
-        return Place(task=self.task.name, kind=self.task.kind, attempt=self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

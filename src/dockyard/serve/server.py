@@ -1,4 +1,4 @@
-"""The stand-alone server: a model, an engine, a gateway with one session that everybody shares, until Ctrl-C."""
+"""The stand-alone server: an engine and a gateway with one session that all clients share, until Ctrl-C."""
 
 import asyncio
 import errno
@@ -7,24 +7,18 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from yarl import URL
 
 from dockyard import process
-from dockyard.engine.checks import ServerRequirements
-from dockyard.engine.model_dir import find_model
-from dockyard.engine.open import connect, connect_for_text, import_embedded
+from dockyard.collect.model_files import ModelFiles, find_files
+from dockyard.engine.open import EngineSpec, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
-from dockyard.engine.remote_engine import adapter_rank
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import SessionLimits
 from dockyard.gateway.admin import Admin
 from dockyard.gateway.protocol import WishReader
-from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import AnySession, Sampling
 from dockyard.gateway.shared_session import Conversations
@@ -38,45 +32,21 @@ _DEFAULT_RANK = 16
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What is here of a model. A hosted one has no folder."""
-
-    folder: Path
-    renderer: Renderer
-
-
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Serve until a signal comes. What can be known to fail fails before weights are loaded."""
+    """Serve until a signal arrives. Check what can be checked before loading weights."""
     _check_address(options.host, options.port)
     if options.admin and options.admin.port:
         _check_address("127.0.0.1", options.admin.port)
     if options.key is None and options.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("whoever reaches %s may use the model: `--no-auth` is on", options.host)
-    process.run(keep_serving(options, find(options), announce))
+    process.run(keep_serving(options, find_files(options.model, options.engine), announce))
 
 
-def find(options: ServeOptions) -> Model | None:
-    """The model's folder and its way of writing; None for one that only an `openai` endpoint knows."""
-    try:
-        folder = find_model(options.model.name, weights=options.engine.type == "transformers")
-        return Model(folder=folder, renderer=Renderer.load(folder, options.model.name))
-    except DockyardError as error:
-        if options.engine.type != "openai" or options.adapter:
-            raise
-        logger.warning(
-            "no tokenizer for %s here: text mode, no token ids or logprobs, nothing to train on exactly (%s)",
-            options.model.name,
-            error,
-        )
-        return None
-
-
-async def keep_serving(options: ServeOptions, model: Model | None, announce: Callable[[str], None]) -> None:
-    """Until cancelled."""
+async def keep_serving(options: ServeOptions, files: ModelFiles | None, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled."""
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(_opened_engine(options, model))
-        renderer = model.renderer if model and not isinstance(engine, TextEndpoint) else None
+        engine = await stack.enter_async_context(_open_engine(options, files))
+        renderer = files.renderer if files and not isinstance(engine, TextEndpoint) else None
         gateway = Gateway(engine, renderer, options.served_name)
         stack.push_async_callback(gateway.close)
         house = open_house(options, gateway)
@@ -101,45 +71,29 @@ def open_house(options: ServeOptions, gateway: Gateway) -> Conversations:
 
 
 @asynccontextmanager
-async def _opened_engine(options: ServeOptions, model: Model | None) -> AsyncGenerator[Engine | TextEndpoint]:
-    engine = await _open_engine(options, model)
-    try:
-        if options.adapter:
-            if isinstance(engine, TextEndpoint):
-                raise DockyardError(f"`{options.engine.url}` cannot be given an adapter", hint="leave out `--adapter`")
-            await engine.publish(options.adapter, 0)
+async def _open_engine(options: ServeOptions, files: ModelFiles | None) -> AsyncGenerator[Engine | TextEndpoint]:
+    spec = EngineSpec(
+        engine=options.engine,
+        model=options.model,
+        model_dir=files.folder if files else None,
+        lora_rank=_DEFAULT_RANK,
+        adapter=options.adapter,
+        adapter_version=0,
+    )
+    async with open_engine(spec) as engine:
+        if options.engine.type == "transformers" and not isinstance(engine, TextEndpoint):
+            _check_context(options, engine.context_length)
         yield engine
-    finally:
-        await engine.close()
 
 
-async def _open_engine(options: ServeOptions, model: Model | None) -> Engine | TextEndpoint:
-    if model is None:
-        hint = "check `--engine-url`: it is what a client takes as its base URL"
-        return await connect_for_text(options.engine, options.model.name, hint=hint)
-    if options.engine.type == "transformers":
-        return await _load(options, model)
-    rank = adapter_rank(options.adapter) if options.adapter else _DEFAULT_RANK
-    wanted = ServerRequirements.of(options.model.name, model.folder, rank)
-    return await connect(options.engine, wanted)
-
-
-async def _load(options: ServeOptions, model: Model) -> Engine:
-    import_embedded("`--engine vllm --engine-url ...`")
-    from dockyard.engine.embedded.engine import TransformersEngine
-    from dockyard.engine.weights import load_model
-
-    logger.info("loading %s", options.model.name)
-    weights: Any = await asyncio.to_thread(load_model, model.folder, options.model)
-    engine = TransformersEngine(weights, options.engine)
-    wish = options.engine.context_length
-    if wish and engine.context_length < wish:
-        await engine.close()
+def _check_context(options: ServeOptions, available: int) -> None:
+    """Refuse a context that is longer than the embedded engine can provide."""
+    wanted = options.engine.context_length
+    if wanted and available < wanted:
         raise DockyardError(
-            f"`--context-length` is {wish}, and `{options.model.name}` has {engine.context_length}",
+            f"`--context-length` is {wanted}, and `{options.model.name}` has {available}",
             hint="leave it out to take what the model has",
         )
-    return engine
 
 
 @asynccontextmanager

@@ -1,41 +1,55 @@
-"""Attention of a packed row, put together from blocks that ordinary attention kernels know.
+"""Attention of a packed row, computed block by block with ordinary attention kernels.
 
-A row is a trie in depth-first order (`rl/pack.py`). A run of tokens without a branching sees itself causally, and all
-that begins with it sees it whole: a triangle and a rectangle. What a token gets from several blocks is joined by their
-log-sum-exps, and the gradient of each block is the kernel's own, taken at the joined output. Nothing is approximated.
+A row holds several sequences as a trie in depth-first order (`rl/pack.py`): tokens that sequences begin with in common
+are there once. A run is a stretch of tokens without a branch. It attends causally to itself, and everything that
+continues it attends to all of it. With the sequences ABC, ABD and AE, of the runs A to E:
 
-A row over a trunk (`rl/trees.py`) sees one rectangle more, whose keys and values another pass left behind.
+    keys     P     A  B  C  D  E
+    queries
+       A     #     *
+       B     #     #  *              *  the causal block of a run with itself
+       C     #     #  #  *           #  a full block, one in each column: the runs B to E attend to all of A,
+       D     #     #  #     *           C and D attend to all of B, and everything attends to all of P (see below)
+       E     #     #           *
+
+The results of a token's blocks are combined by their log-sum-exps. The gradient of a block is the kernel's own, taken
+at the combined output. Nothing is approximated.
+
+The rows of a tree (`rl/trees.py`) continue a common prefix P, which is computed once, in a pass of its own. That pass
+leaves its keys and values of each layer in a `PrefixKV`, which the rows attend to as one more full block, and the rows
+leave there the gradients of these keys and values for the backward pass of the prefix:
+
+    forward    prefix pass --keys, values--> PrefixKV --> rows
+    backward   prefix pass <--gradients----- PrefixKV <-- rows, which run first
+
+They bypass autograd, so that no row's graph holds on to the prefix's.
+
+The compiler specialises on numbers but not on the contents of tensors, so everything that a call of attention needs
+to know arrives in two small integer tensors on the CPU: `row_blocks` and `row_call` (see `RowLayout`).
 """
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from dockyard.trainer.kernels import AttentionBlock, choose_kernel
 from dockyard.types import IntArray
 
 NAME = "dockyard_rows"
-"""Under which transformers knows it."""
-_SQUARE = 2048
-"""Tokens of a triangle from which cuDNN's plans pay."""
-_PLAIN_QUERIES = 1024
-"""How many are compared with all keys at once."""
-_RECTANGLE = 8192**2
-"""Scores of a rectangle, likewise: its shapes hardly ever come twice."""
+"""The name under which it is registered with transformers."""
 
 
 def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
-    """A row's blocks as `[query start, query stop, key start, key stop]`, each run's triangle before its rectangle."""
-    goes_on = (positions[1:] == positions[:-1] + 1) & (ends[1:] == ends[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1]).astype(np.int64)
+    """A row's blocks as `[query start, query stop, key start, key stop]`: each run's causal, then its full block."""
+    continues = (positions[1:] == positions[:-1] + 1) & (ends[1:] == ends[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(~continues) + 1]).astype(np.int64)
     stops = np.append(starts[1:], len(positions))
     blocks: list[tuple[int, int, int, int]] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -45,280 +59,168 @@ def blocks_of(positions: IntArray, ends: IntArray) -> NDArray[np.int64]:
     return np.array(blocks, dtype=np.int64)
 
 
+type KeysValues = tuple[Tensor, Tensor]
+
+
 @dataclass(slots=True, eq=False)
 class PrefixKV:
-    """What all rows of a tree see: keys and values by layer, and the gradients that the rows leave for them.
-
-    They go past autograd, from one call of attention to another: no row's graph holds on to the trunk's.
-    """
+    """The keys and values of a prefix by layer, and the gradients that rows leave for them."""
 
     num_tokens: int
     number: int
-    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
-    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+    """By which calls of attention find it."""
+    _keys_values: dict[int, KeysValues] = field(default_factory=dict[int, KeysValues])
+    _grads: dict[int, KeysValues] = field(default_factory=dict[int, KeysValues])
 
-    def keep(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        # Copies: what a compiled layer has no use for any more is written over.
-        self.seen[layer] = (k_TGD[: self.num_tokens].clone(), v_TGD[: self.num_tokens].clone())
+    def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        # Copies: a compiled layer overwrites memory that it does not need any more.
+        self._keys_values[layer] = (k_TGD[: self.num_tokens].clone(), v_TGD[: self.num_tokens].clone())
 
-    def add(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
-        """What a row asks of the trunk, summed in float32 or better."""
-        if layer not in self.grads:
-            self.grads[layer] = (wide(dk_PGD), wide(dv_PGD))
+    def keys_values(self, layer: int) -> KeysValues:
+        return self._keys_values[layer]
+
+    def add_grads(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
+        """Add a row's gradients, in float32 or better."""
+        if layer not in self._grads:
+            self._grads[layer] = (wide(dk_PGD), wide(dv_PGD))
         else:
-            for total, grad in zip(self.grads[layer], (dk_PGD, dv_PGD), strict=True):
+            for total, grad in zip(self._grads[layer], (dk_PGD, dv_PGD), strict=True):
                 total += grad
 
+    @property
+    def has_grads(self) -> bool:
+        """Whether rows have left gradients in any layer whose gradients have not been taken."""
+        return bool(self._grads)
 
-_TRUNKS: dict[int, PrefixKV] = {}
-_NUMBERS = count(1)
+    def take_grads(self, layer: int) -> KeysValues:
+        """The sum of the rows' gradients, which is removed."""
+        return self._grads.pop(layer)
+
+
+class _Context:
+    """What calls of attention share: prefixes that are in use, by number, and whether calls are being watched."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[int, PrefixKV] = {}
+        self.num_prefixes = 0
+        self.watched: list[bool] | None = None
+
+    def new_prefix(self, num_tokens: int) -> PrefixKV:
+        self.num_prefixes += 1
+        prefix = self.prefixes[self.num_prefixes] = PrefixKV(num_tokens, self.num_prefixes)
+        return prefix
+
+
+_CONTEXT = _Context()
+_NO_PREFIX = 0
 
 
 @contextmanager
-def new_trunk(num_tokens: int) -> Iterator[PrefixKV]:
-    """One that rows can name for as long as this lasts."""
-    trunk = PrefixKV(num_tokens, next(_NUMBERS))
-    _TRUNKS[trunk.number] = trunk
+def open_prefix(num_tokens: int) -> Iterator[PrefixKV]:
+    """A new prefix that passes can compute and attend to within this block."""
+    prefix = _CONTEXT.new_prefix(num_tokens)
     try:
-        yield trunk
+        yield prefix
     finally:
-        del _TRUNKS[trunk.number]
+        del _CONTEXT.prefixes[prefix.number]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one layer's attention is to do, as its `row_blocks` say: the compiler knows tensors by their shape alone.
+class RowLayout:
+    """What every layer is called with besides hidden states. Both tensors are on the CPU."""
 
-    The last of the blocks is an empty one: its third number is the layer, its fourth the trunk, negative for the pass
-    that makes it and 0 for none.
-    """
-
-    blocks: list[list[int]]
-    layer: int
-    made: PrefixKV | None
-    seen: PrefixKV | None
+    row_blocks: Tensor
+    """The blocks of the row (`blocks_of`), then an empty block: the compiler would specialise on a single line."""
+    row_call: Tensor
+    """Three numbers: the layer, the prefix (0 for none), and 1 if this pass computes the prefix."""
 
     @classmethod
-    def of(cls, row_blocks: Tensor) -> Self:
-        *blocks, (_, _, layer, number) = row_blocks.tolist()
-        return cls(blocks, layer, _TRUNKS.get(-number), _TRUNKS.get(number))
+    def of(cls, blocks: NDArray[np.int64], prefix: PrefixKV | None = None, *, computes_prefix: bool = False) -> Self:
+        number = prefix.number if prefix else _NO_PREFIX
+        lines = np.concatenate([blocks, np.zeros((1, 4), dtype=np.int64)])
+        return cls(torch.from_numpy(lines), torch.tensor([0, number, int(computes_prefix)]))
+
+    @classmethod
+    def one_sequence(cls, num_tokens: int) -> Self:
+        """The layout of a plain sequence without a prefix."""
+        return cls(torch.tensor([[0, num_tokens] * 2, [0] * 4]), torch.tensor([0, _NO_PREFIX, 0]))
 
     @property
-    def is_one_sequence(self) -> bool:
-        return len(self.blocks) == 1 and self.seen is None
+    def arguments(self) -> dict[str, Tensor]:
+        """The keyword arguments by which transformers passes it to attention."""
+        return {"row_blocks": self.row_blocks, "row_call": self.row_call}
 
 
-def as_row_blocks(blocks: NDArray[np.int64], trunk: PrefixKV | None, *, made: bool) -> Tensor:
-    """A row's blocks, and which trunk it makes or sees."""
-    number = 0 if trunk is None else -trunk.number if made else trunk.number
-    return torch.from_numpy(np.concatenate([blocks, [[0, 0, 0, number]]]))
-
-
-def in_layer(row_blocks: Tensor, index: int) -> Tensor:
-    """The same for one layer."""
-    own = row_blocks.clone()
-    own[-1, 2] = index
+def in_layer(row_call: Tensor, layer: int) -> Tensor:
+    """The same `row_call` for this layer."""
+    own = row_call.clone()
+    own[0] = layer
     return own
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBlock:
-    """What one block gives its queries."""
+class _LayerCall:
+    """What one layer's attention has to do."""
 
-    out_QHD: Tensor
-    lse_HQ: Tensor
+    blocks: list[list[int]]
+    layer: int
+    computed: PrefixKV | None
+    """The prefix whose keys and values this pass computes."""
+    prefix: PrefixKV | None
+    """The prefix that the row attends to."""
 
-
-class Kernel(Protocol):
-    """Attention of queries to keys of one sequence, with the log-sum-exp of their scores; causal where it is square."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock: ...
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-_aten: Any = torch.ops.aten
-
-
-def _heads_first(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
-
-
-def _tokens_first(x_1HTD: Tensor) -> Tensor:
-    return x_1HTD[0].transpose(0, 1)
-
-
-class CuDNN:
-    """The fastest on Hopper. It makes a plan for each shape, in 0.1 s, so that shapes are rounded up to a few.
-
-    Queries past the end come to nothing; keys past the end are seen by them alone.
-    """
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        num, spare = len(q_QHD), rounded_up(len(q_QHD)) - len(q_QHD)
-        q, k, v = (_heads_first(_longer(x, spare if causal or x is q_QHD else 0)) for x in (q_QHD, k_KGD, v_KGD))
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-        return AttentionBlock(_tokens_first(out)[:num], lse[0, :, :num, 0])
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        spare = rounded_up(len(q_QHD)) - len(q_QHD)
-        grad, q, out = (_heads_first(_longer(x, spare)) for x in (grad_QHD, q_QHD, part.out_QHD))
-        k, v = (_heads_first(_longer(x, spare if causal else 0)) for x in (k_KGD, v_KGD))
-        lse = pad(part.lse_HQ, (0, spare), value=torch.inf)[None, :, :, None]  # a probability of 0
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            *(grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
-        )
-        dq, dk, dv = map(_tokens_first, grads)
-        return dq[: len(q_QHD)], dk[: len(k_KGD)], dv[: len(k_KGD)]
-
-
-def rounded_up(num_tokens: int) -> int:
-    """One of 32 lengths to the octave."""
-    step = max(128, 2 ** (num_tokens.bit_length() - 6))
-    return -(-num_tokens // step) * step
-
-
-def _longer(x_THD: Tensor, spare: int) -> Tensor:
-    return pad(x_THD, (0, 0, 0, 0, 0, spare)) if spare else x_THD
-
-
-class Flash:
-    """FlashAttention as torch has it: no plans, any shape."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        out, lse, *_ = _aten._flash_attention_forward(
-            *(q_QHD, k_KGD, v_KGD, *self._bounds(q_QHD, k_KGD), 0.0, causal, False)
-        )
-        return AttentionBlock(out, lse)
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
-        return _aten._flash_attention_backward(
-            *(grad_QHD, q_QHD, k_KGD, v_KGD, part.out_QHD, part.lse_HQ.contiguous(), *self._bounds(q_QHD, k_KGD)),
-            *(0.0, causal, unused, unused[:0]),
+    @classmethod
+    def of(cls, row_blocks: Tensor, row_call: Tensor) -> Self:
+        *blocks, _ = row_blocks.tolist()
+        layer, number, computes_prefix = row_call.tolist()
+        prefix = _CONTEXT.prefixes.get(number)
+        return cls(
+            blocks=blocks,
+            layer=layer,
+            computed=prefix if computes_prefix else None,
+            prefix=None if computes_prefix else prefix,
         )
 
-    def _bounds(self, q_QHD: Tensor, k_KGD: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        num_q, num_k = len(q_QHD), len(k_KGD)
-        bounds = torch.tensor([[0, num_q], [0, num_k]], dtype=torch.int32).to(q_QHD.device, non_blocking=True)
-        return bounds[0], bounds[1], num_q, num_k
-
-
-class Cpu:
-    """FlashAttention for CPUs, which knows no groups of heads."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return AttentionBlock(_tokens_first(out), lse[0])
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        q, k, v = _heads_first(q_QHD), *(_heads_first(x.repeat_interleave(groups, 1)) for x in (k_KGD, v_KGD))
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_heads_first(grad_QHD), q, k, v, _heads_first(part.out_QHD), part.lse_HQ[None].contiguous(), 0.0, causal)
-        )
-        dq, dk, dv = map(_tokens_first, grads)
-        return dq, dk.unflatten(1, (-1, groups)).sum(2), dv.unflatten(1, (-1, groups)).sum(2)
-
-
-class Plain:
-    """Matrix products and a softmax, for number formats that no fused kernel takes: float32 on a GPU."""
-
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, causal: bool) -> AttentionBlock:
-        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
-        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
-            scores_HqK = self._scores(q_QHD[start : start + _PLAIN_QUERIES].transpose(0, 1), k_HKD, start, causal)
-            outs.append((scores_HqK.softmax(-1) @ v_HKD).transpose(0, 1))
-            lses.append(scores_HqK.logsumexp(-1))
-        return AttentionBlock(torch.cat(outs), torch.cat(lses, 1))
-
-    def backward(
-        self, grad_QHD: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, part: AttentionBlock, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k_HKD, v_HKD = self._all_heads(q_QHD, k_KGD, v_KGD)
-        dqs: list[Tensor] = []
-        dk_HKD, dv_HKD = torch.zeros_like(k_HKD), torch.zeros_like(v_HKD)
-        for start in range(0, len(q_QHD), _PLAIN_QUERIES):
-            some = slice(start, start + _PLAIN_QUERIES)
-            q, grad, out = (x[some].transpose(0, 1) for x in (q_QHD, grad_QHD, part.out_QHD))
-            probabilities_HqK = (self._scores(q, k_HKD, start, causal) - part.lse_HQ[:, some, None]).exp()
-            dv_HKD += probabilities_HqK.transpose(1, 2) @ grad
-            slope_HqK = grad @ v_HKD.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
-            slope_HqK = probabilities_HqK * slope_HqK * q.shape[2] ** -0.5
-            dqs.append((slope_HqK @ k_HKD).transpose(0, 1))
-            dk_HKD += slope_HqK.transpose(1, 2) @ q
-        groups = q_QHD.shape[1] // k_KGD.shape[1]
-        dk, dv = (x.unflatten(0, (-1, groups)).sum(1).transpose(0, 1) for x in (dk_HKD, dv_HKD))
-        return torch.cat(dqs), dk, dv
-
-    def _all_heads(self, q_QHD: Tensor, *shared: Tensor) -> list[Tensor]:
-        groups = q_QHD.shape[1] // shared[0].shape[1]
-        return [x_KGD.transpose(0, 1).repeat_interleave(groups, 0) for x_KGD in shared]
-
-    def _scores(self, q_HqD: Tensor, k_HKD: Tensor, start: int, causal: bool) -> Tensor:
-        scores_HqK = q_HqD @ k_HKD.transpose(1, 2) * q_HqD.shape[2] ** -0.5
-        if not causal:
-            return scores_HqK
-        keys_K = torch.arange(k_HKD.shape[1], device=q_HqD.device)
-        queries_q1 = torch.arange(start, start + q_HqD.shape[1], device=q_HqD.device)[:, None]
-        return scores_HqK.masked_fill(keys_K > queries_q1, -torch.inf)
-
-
-def _kernel(q_QHD: Tensor, num_keys: int, *, causal: bool) -> Kernel:
-    if q_QHD.device.type == "cpu":
-        return Cpu()
-    if q_QHD.dtype not in (torch.bfloat16, torch.float16):
-        return Plain()
-    large = num_keys >= _SQUARE if causal else len(q_QHD) * num_keys >= _RECTANGLE
-    return CuDNN() if large and q_QHD.shape[2] <= 128 else Flash()
+    @property
+    def is_one_sequence(self) -> bool:
+        return len(self.blocks) == 1 and self.prefix is None
 
 
 @torch.library.custom_op("dockyard::row_attention", mutates_args=())
-def row_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token gets from those it sees, and the log-sum-exp of its scores."""
-    call = _Call.of(row_blocks)
+def row_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor, row_call: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output of each token, and the log-sum-exp of its scores."""
+    call = _LayerCall.of(row_blocks, row_call)
     num, heads, _ = q_THD.shape
-    if call.made:
-        call.made.keep(call.layer, k_TGD, v_TGD)
+    if call.computed:
+        call.computed.store(call.layer, k_TGD, v_TGD)
     if call.is_one_sequence:
-        part = _kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
+        part = choose_kernel(q_THD, num, causal=True).forward(q_THD, k_TGD, v_TGD, True)
         return part.out_QHD.contiguous(), part.lse_HQ.contiguous()
     out_THD = torch.zeros(q_THD.shape, dtype=torch.promote_types(q_THD.dtype, torch.float32), device=q_THD.device)
     lse_HT = torch.full((heads, num), -torch.inf, dtype=out_THD.dtype, device=q_THD.device)
     for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
-        kernel = _kernel(q, last - first, causal=start == first)
+        kernel = choose_kernel(q, last - first, causal=start == first)
         part = kernel.forward(q, k, v, start == first)
-        _join(out_THD[start:stop], lse_HT[:, start:stop], part)
-    if call.seen:
-        k, v = call.seen.seen[call.layer]
-        _join(out_THD, lse_HT, _kernel(q_THD, len(k), causal=False).forward(q_THD, k, v, False))
+        _combine(out_THD[start:stop], lse_HT[:, start:stop], part)
+    if call.prefix:
+        k, v = call.prefix.keys_values(call.layer)
+        _combine(out_THD, lse_HT, choose_kernel(q_THD, len(k), causal=False).forward(q_THD, k, v, False))
     return out_THD.to(q_THD.dtype), lse_HT
 
 
-def _join(out_QHD: Tensor, lse_HQ: Tensor, part: AttentionBlock) -> None:
-    """Add a part to what its queries have so far."""
-    joined_HQ = torch.logaddexp(lse_HQ, part.lse_HQ.to(lse_HQ.dtype))
-    old_QH1, new_QH1 = ((lse - joined_HQ).exp().T[:, :, None] for lse in (lse_HQ, part.lse_HQ))
+def _combine(out_QHD: Tensor, lse_HQ: Tensor, part: AttentionBlock) -> None:
+    """Combine the result of a block with that of its queries so far, in place."""
+    combined_HQ = torch.logaddexp(lse_HQ, part.lse_HQ.to(lse_HQ.dtype))
+    old_QH1, new_QH1 = ((lse - combined_HQ).exp().T[:, :, None] for lse in (lse_HQ, part.lse_HQ))
     out_QHD.mul_(old_QH1).addcmul_(part.out_QHD.to(out_QHD.dtype), new_QH1)
-    lse_HQ.copy_(joined_HQ)
+    lse_HQ.copy_(combined_HQ)
 
 
 @row_attention.register_fake
-def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor, row_call: Tensor) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     return torch.empty_like(q_THD, memory_format=torch.contiguous_format), q_THD.new_empty(
         (q_THD.shape[1], q_THD.shape[0]), dtype=lse_dtype
@@ -327,93 +229,106 @@ def _(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, row_blocks: Tensor) -> tuple[
 
 @torch.library.custom_op("dockyard::row_attention_backward", mutates_args=())
 def row_attention_backward(
-    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, row_blocks: Tensor
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    row_blocks: Tensor,
+    row_call: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each block's own gradient, with the probabilities that the joined log-sum-exps give."""
-    call = _Call.of(row_blocks)
-    if call.is_one_sequence and not (call.made and call.made.grads):
-        kernel = _kernel(q_THD, len(q_THD), causal=True)
+    """The sum of each block's own gradients, whose probabilities follow from the combined log-sum-exps."""
+    call = _LayerCall.of(row_blocks, row_call)
+    asked_by_rows = bool(call.computed and call.computed.has_grads)
+    if call.is_one_sequence and not asked_by_rows:
+        kernel = choose_kernel(q_THD, len(q_THD), causal=True)
         dq, dk, dv = kernel.backward(grad_THD, q_THD, k_TGD, v_TGD, AttentionBlock(out_THD, lse_HT), True)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    wide = torch.promote_types(q_THD.dtype, torch.float32)
-    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_THD, k_TGD, v_TGD)]
     for start, stop, first, last in call.blocks:
         q, k, v = q_THD[start:stop], k_TGD[first:last], v_TGD[first:last]
         part = AttentionBlock(out_THD[start:stop], lse_HT[:, start:stop])
-        kernel = _kernel(q, last - first, causal=start == first)
+        kernel = choose_kernel(q, last - first, causal=start == first)
         grads = kernel.backward(grad_THD[start:stop], q, k, v, part, start == first)
         for total, grad, rows in zip(sums, grads, ((start, stop), (first, last), (first, last)), strict=True):
             total[slice(*rows)] += grad
-    if call.seen:
-        k, v = call.seen.seen[call.layer]
-        kernel = _kernel(q_THD, len(k), causal=False)
-        dq, *asked = kernel.backward(grad_THD, q_THD, k, v, AttentionBlock(out_THD, lse_HT), False)
+    if call.prefix:
+        k, v = call.prefix.keys_values(call.layer)
+        kernel = choose_kernel(q_THD, len(k), causal=False)
+        dq, dk, dv = kernel.backward(grad_THD, q_THD, k, v, AttentionBlock(out_THD, lse_HT), False)
         sums[0] += dq
-        call.seen.add(call.layer, *asked)
-    if call.made and call.made.grads:
-        for total, asked in zip(sums[1:], call.made.grads.pop(call.layer), strict=True):
-            total[: len(asked)] += asked
+        call.prefix.add_grads(call.layer, dk, dv)
+    if call.computed and asked_by_rows:
+        for total, grad in zip(sums[1:], call.computed.take_grads(call.layer), strict=True):
+            total[: len(grad)] += grad
     dq, dk, dv = (total.to(q_THD.dtype) for total in sums)
     return dq, dk, dv
 
 
 @row_attention_backward.register_fake
 def _(
-    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, row_blocks: Tensor
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    row_blocks: Tensor,
+    row_call: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
     return dq, dk, dv
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, blocks = inputs
-    ctx.save_for_backward(q, k, v, *output, blocks)
+    q, k, v, row_blocks, row_call = inputs
+    ctx.save_for_backward(q, k, v, *output, row_blocks, row_call)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, blocks = ctx.saved_tensors
-    return *row_attention_backward(grad, q, k, v, out, lse, blocks), None
+    return *row_attention_backward(grad, *ctx.saved_tensors), None, None
 
 
 row_attention.register_autograd(_backward, setup_context=_remember)
 
 
 _NOT_COMPUTED = ("softcap", "s_aux", "sliding_window")
-"""What some families ask of attention."""
-_watching: list[bool] | None = None
+"""Arguments of some model families that change what attention computes."""
 
 
 def _for_transformers(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **more: Any
 ) -> tuple[Tensor, None]:
-    """As `transformers` calls attention; `row_blocks` is what the model was called with, or else it is one sequence."""
-    blocks = more.get("row_blocks")
-    if _watching is not None:
+    """Attention as transformers calls it. Without a `RowLayout` the tokens are one sequence."""
+    blocks, call = more.get("row_blocks"), more.get("row_call")
+    if _CONTEXT.watched is not None:
         known = blocks is not None and attention_mask is None
-        _watching.append(known and all(more.get(name) is None for name in _NOT_COMPUTED))
-    if blocks is None:
-        blocks = torch.tensor([[0, query.shape[2]] * 2, [0] * 4])
+        _CONTEXT.watched.append(known and all(more.get(name) is None for name in _NOT_COMPUTED))
+    if blocks is None or call is None:
+        layout = RowLayout.one_sequence(query.shape[2])
+        blocks, call = layout.row_blocks, layout.row_call
     q_THD = query[0].transpose(0, 1)
-    if (factor := scaling * query.shape[-1] ** 0.5) != 1:  # the kernels scale by the usual factor themselves
+    if (factor := scaling * query.shape[-1] ** 0.5) != 1:  # the kernels apply the usual factor themselves
         q_THD = q_THD * factor
-    out_THD, _ = row_attention(q_THD, key[0].transpose(0, 1), value[0].transpose(0, 1), blocks)
+    out_THD, _ = row_attention(q_THD, key[0].transpose(0, 1), value[0].transpose(0, 1), blocks, call)
     return out_THD[None], None
 
 
 @contextmanager
 def watched() -> Generator[list[bool]]:
-    """For each call of attention meanwhile, whether it was told of the row, and asked for nothing else."""
-    global _watching
-    _watching = found = list[bool]()
+    """Collect, for each call of attention in this block, whether it got the row's layout and nothing it ignores."""
+    _CONTEXT.watched = found = list[bool]()
     try:
         yield found
     finally:
-        _watching = None
+        _CONTEXT.watched = None
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 or better: small numbers added one by one would be lost in a narrower format."""
+    """Convert to float32 or better: in a narrower format a sum would lose small terms."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,7 +1,7 @@
-"""What a resumed run needs besides its records: what is trained, the optimiser's memory, the random state.
+"""Checkpoints: the trained weights, the optimiser's state, and the random state.
 
-Nothing more: which tasks are due follows from the seed and the step, and rollouts that were begun early are on disk
-with the version of the weights behind each token.
+A resumed run needs nothing else besides its records: the seed and the step determine which tasks are due, and rollouts
+that were started early are recorded with the version of each token.
 """
 
 import json
@@ -19,16 +19,16 @@ _STATE_FILE = "optimizer.pt"
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """Write an adapter as PEFT, vLLM and the Hub read it, or the whole model as transformers does."""
+    """Write an adapter in PEFT's format, or the whole model in that of transformers."""
     if isinstance(model, PeftModel):
-        # Adapters have no embeddings. PEFT would ask the Hub each time whether their number has changed.
+        # Adapters have no embeddings. PEFT would otherwise query the Hub each time to see whether they were resized.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
         model.save_pretrained(folder)
 
 
 def save(folder: Path, model: Any, optimizer: Optimizer, version: int) -> None:
-    """Write everything; the folder is an adapter's, or a model's, with one file more."""
+    """Write a checkpoint: the folder of an adapter or a model, with one more file."""
     save_weights(model, folder)
     dtype = str(model.dtype).removeprefix("torch.")
     state = {"version": version, "optimizer": optimizer.state_dict(), "random": _random_state(), "dtype": dtype}
@@ -36,9 +36,9 @@ def save(folder: Path, model: Any, optimizer: Optimizer, version: int) -> None:
 
 
 def number_format(folder: Path) -> str | None:
-    """What the policy computed in, as `model.dtype` has it. None where it is not recorded: an adapter alone is float32.
+    """The number format of the policy, as in `model.dtype`; None if it is not recorded, as in an adapter alone.
 
-    A model that was trained as a whole is written in it.
+    A fully trained model is written in this format.
     """
     model, state = folder / "config.json", folder / _STATE_FILE
     try:
@@ -47,21 +47,21 @@ def number_format(folder: Path) -> str | None:
         if state.is_file():
             return torch.load(state, map_location="cpu", weights_only=True, mmap=True).get("dtype")
         return None
-    except Exception as error:  # whatever the readers raise, this checkpoint is not what `save` wrote
+    except Exception as error:  # whatever the readers raise, `save` did not write this checkpoint
         raise DockyardError(
             f"the checkpoint `{folder}` cannot be read: {error}", hint="`--step` takes another checkpoint"
         ) from error
 
 
 def restore(folder: Path, model: Any, optimizer: Optimizer) -> int:
-    """Take up where `save` left off, and say at which version that was."""
+    """Restore what `save` wrote, and return its version."""
     try:
         state = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
         load_weights(model, folder)
         optimizer.load_state_dict(state["optimizer"])
         _set_random_state(state["random"])
         return int(state["version"])
-    except Exception as error:  # whatever the readers raise, this checkpoint is of no use
+    except Exception as error:  # whatever the readers raise, this checkpoint cannot be used
         raise DockyardError(
             f"the checkpoint `{folder}` cannot be read: {error}", hint="remove it, then resume from the one before"
         ) from error

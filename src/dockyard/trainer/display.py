@@ -1,7 +1,7 @@
-"""What a person sees during a run: a live display in a terminal, one log line per step elsewhere.
+"""The progress of a run: a live display in a terminal, one log line per step elsewhere.
 
-The display shows the reward curve, the rollouts under way, and what the model wrote first and last. It is drawn from
-the calls that the loop makes to `TrainingProgress`, at most twice a second.
+The display shows the reward curve, the rollouts in progress, and what the model wrote first and last. The loop's calls
+to `TrainingProgress` update it, and it is redrawn at most twice a second.
 """
 
 import logging
@@ -19,35 +19,35 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dockyard.collect.run_order import causes_text
-from dockyard.rollout.trial import Phase
+from dockyard.rollout.blame import causes_text
+from dockyard.rollout.order import Phase
 from dockyard.trainer.report import chart
 from dockyard.types import IntArray, Rollout, Task
 
 _MOST_LISTED = 8
-"""Tasks of a phase that have a line each; where there are more, a kind of task has one."""
+"""The most tasks of a phase that get a line each; with more, each kind of task gets one."""
 _MOST_CELLS = 16
-"""Rollouts of a line."""
+"""The most rollouts shown in a line."""
 _MOST_LINES = 4
-"""Of what the model wrote."""
+"""The most lines shown of what the model wrote."""
 _CONTROL_TOKEN = re.compile(r"<\|[^|>]*\|>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Rollouts in words."""
+    """What was asked and written in a rollout, as text."""
 
     text: Callable[[IntArray], str]
-    """What token ids say."""
+    """Decodes token ids."""
     folders: Mapping[str, Path]
-    """Of tasks, by name."""
+    """The folders of tasks by name."""
 
     @classmethod
     def of(cls, tasks: Sequence[Task], text: Callable[[IntArray], str]) -> "Words":
         return cls(text=text, folders={task.name: task.path for task in tasks})
 
     def asked(self, rollout: Rollout) -> str:
-        """What the task asks for; empty where that is not one file."""
+        """The task's instruction; empty if it is not in one file."""
         folder = self.folders.get(rollout.task)
         file = folder / "instruction.md" if folder else None
         return file.read_text(errors="replace").strip() if file and file.is_file() else ""
@@ -77,33 +77,33 @@ class Said:
 
 @dataclass(slots=True)
 class Display:
-    """What is on the screen. The status line is `Progress`'s own."""
+    """The content of the screen. `TrainingProgress` writes the status line."""
 
     words: Words
     num_steps: int
     status: Text = field(default_factory=Text)
     rewards: list[float] = field(default_factory=list[float])
-    """Of the steps so far."""
+    """The mean rewards of the steps so far."""
     then: Said | None = None
-    """The worst rollout of the first phase: the model before it learned."""
+    """The rollout of the first phase with the lowest reward: the model before training."""
     now: Said | None = None
-    """The last rollout of a later phase that had the same task, or else one of its kind."""
+    """The last rollout of a later phase with the same task, or otherwise one of the same kind."""
     _phase: str = ""
     _num_phases: int = 0
     _group_size: int = 1
     _kinds: dict[str, str] = field(default_factory=dict[str, str])
-    """Of this phase's tasks."""
+    """The kinds of this phase's tasks, by name."""
     _finished: list[Rollout] = field(default_factory=list[Rollout])
 
     def begin(self, phase: str, tasks: Sequence[Task], group_size: int) -> None:
-        """Other rollouts follow, `group_size` of each of these tasks."""
+        """Start a phase with `group_size` rollouts of each of these tasks."""
         self._phase, self._group_size = phase, group_size
         self._num_phases += 1
         self._kinds = {task.name: task.kind for task in tasks}
         self._finished = []
 
     def finished(self, rollout: Rollout) -> None:
-        """A rollout of this phase is done."""
+        """Show a rollout of this phase that is done."""
         self._kinds.setdefault(rollout.task, rollout.kind)
         self._finished.append(rollout)
         if rollout.reward is None:
@@ -140,7 +140,7 @@ class Display:
 
     def _rollouts(self) -> Table:
         """A line for each task or kind of task, a square for each of its rollouts."""
-        kinds, finished = dict(self._kinds), list(self._finished)  # drawn by a thread of its own
+        kinds, finished = dict(self._kinds), list(self._finished)  # another thread draws
         by_kind = len(kinds) > _MOST_LISTED
         planned = Counter(_line(task, kind, by_kind=by_kind) for task, kind in kinds.items())
         lines = {name: list[float | None]() for name in planned}
@@ -176,7 +176,7 @@ def _colour(reward: float | None) -> str:
 
 
 def _short(text: str) -> str:
-    """The first lines, without characters that a terminal would obey."""
+    """The first lines, without control characters."""
     lines = ["".join(c if c.isprintable() else " " for c in line) for line in text.splitlines()]
     return "\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])])
 
@@ -187,7 +187,7 @@ _NO_WORDS = Words(text=lambda _: "", folders={})
 
 
 class TrainingProgress:
-    """Counts rollouts of the present phase and estimates the time left from the steps so far."""
+    """Counts the rollouts of the current phase and estimates the remaining time from the steps so far."""
 
     def __init__(self, num_steps: int, console: Console | None = None, words: Words = _NO_WORDS) -> None:
         self._console = console or Console(stderr=True)
@@ -214,26 +214,26 @@ class TrainingProgress:
         self._live.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays on the screen, or log it."""
         if self._console.is_terminal:
             self._console.print(text, highlight=False)
         else:
             logger.info(text)
 
     def begin(self, title: str, total: int, tasks: Sequence[Task] = (), group_size: int = 1) -> None:
-        """A phase of this many rollouts begins, `group_size` of each of these tasks."""
+        """Start a phase of `total` rollouts, `group_size` of each of these tasks."""
         self.display.begin(title, tasks, group_size)
         self._title, self._total, self._phase_start = title, total, time.monotonic()
         self._rewards, self._done, self._tokens, self._failures = [], 0, 0, Counter()
         self._show()
 
     def extend(self, count: int) -> None:
-        """So many more rollouts belong to the present phase."""
+        """Add `count` rollouts to the current phase."""
         self._total += count
         self._show()
 
     def finished(self, rollout: Rollout) -> None:
-        """A rollout of the present phase is done."""
+        """Count a rollout of the current phase that is done."""
         self._done += 1
         self._tokens += rollout.num_sampled
         if rollout.reward is not None:
@@ -245,12 +245,12 @@ class TrainingProgress:
         self._show()
 
     def phases(self, counts: Mapping[Phase, int]) -> None:
-        """So many rollouts are in each phase now."""
+        """Show the number of rollouts in each phase of their work."""
         self._phases = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
         self._show()
 
     def step(self, step: int, numbers: dict[str, float], failures: dict[str, int]) -> None:
-        """A training step is done."""
+        """Report a training step that is done."""
         self._steps_done = step + 1
         self.display.rewards.append(numbers["reward/mean"])
         self._step_seconds = [*self._step_seconds[-4:], numbers["time/step_s"]]

@@ -1,4 +1,4 @@
-"""Groups whose rewards differ: they alone say which way to go. Made until a step has enough of them, and counted."""
+"""Dynamic sampling: make groups until a step has enough whose rewards differ. Only those have a policy gradient."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -6,14 +6,14 @@ from typing import Protocol
 
 from dockyard.config import GRPOConfig
 from dockyard.rl.advantage import has_signal
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
 
 class Collector(Protocol):
-    """Makes the rollouts of an order."""
+    """Makes the rollouts of an order. `RolloutPool` does."""
 
     async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]: ...
 
@@ -25,10 +25,10 @@ async def collect_signal(
     on_finish: Callable[[Rollout], None],
     on_further: Callable[[int], None],
 ) -> tuple[Group, ...]:
-    """This order's groups, and further ones of its spare tasks until as many have a signal as were ordered.
+    """Collect this order's groups, and groups of its spare tasks until as many have a signal as were ordered.
 
-    Those without one are returned too: they belong to the step's record. Which tasks follow is decided by rewards
-    alone, so a resumed run reads back the same groups. `on_further` is told how many rollouts come on top.
+    Groups without a signal are returned as well, for the step's record. Rewards alone decide which tasks follow, so a
+    resumed run reads the same groups. `on_further` is called with the number of additional rollouts.
     """
     groups = await pool.collect(order, on_finish)
     if not order.spare:
@@ -40,13 +40,13 @@ async def collect_signal(
         groups += await pool.collect(order, on_finish)
     found = _num_with_signal(groups, config)
     if found < wanted:
-        message = "%s: %d of %d wanted groups have rewards that differ, after %d were made: it learns from those"
+        message = "%s: %d of %d wanted groups have rewards that differ, after %d were made; the update uses those"
         logger.warning(message, order.phase, found, wanted, len(groups))
     return groups
 
 
 def group_metrics(groups: Sequence[Group], config: GRPOConfig) -> dict[str, float]:
-    """A step's groups in numbers."""
+    """The metrics of a step's groups."""
     return {
         "group/count": float(len(groups)),
         "group/zero_variance": float(len(groups) - _num_with_signal(groups, config)),

@@ -1,4 +1,4 @@
-"""Export a trained policy as a folder that vLLM, transformers and the Hub take: a whole model, or its adapter alone.
+"""Export a trained policy as a folder for vLLM, transformers and the Hub: a whole model, or its adapter alone.
 
 It computes what the policy computed in training. Its README says how it was prompted, and its chat template does the
 same wherever that is possible.
@@ -33,11 +33,11 @@ _TRAINED = {
     "qlora": "A LoRA adapter was trained over frozen weights of 4 bits (NF4); what it was added to here has all bits.",
     "full": "All weights were trained.",
 }
-"""What each `trainer.method` did."""
+"""How each `trainer.method` trains."""
 
 
 def model_card(about: Mapping[str, Any], *, merged: bool, on_hub: bool, thinks: bool) -> str:
-    """Markdown, with the head that the Hub reads."""
+    """The model card: Markdown, with the metadata that the Hub reads."""
     kind = "A model" if merged else "A LoRA adapter"
     score = about["heldout_reward"]
     reached = f", with a mean reward of {score:.3f} on held-out tasks" if score is not None else ""
@@ -101,24 +101,24 @@ logger = logging.getLogger(__name__)
 ABOUT = "dockyard.json"
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # of the base: all but its weights
-_OWN = ("config.json", "*.index.json")  # which the exported model has its own of
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # files of the base model without its weights
+_OWN = ("config.json", "*.index.json")  # files that the exported model replaces
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What to export, and where to."""
+    """What to export, and to which folder."""
 
     run: Path
     output: Path
     step: int | None = None
-    """None takes the latest checkpoint."""
+    """The step of the checkpoint; None for the latest."""
     best: bool = False
     adapter_only: bool = False
     overwrite: bool = False
     base: str | None = None
-    """The base model, if it is not where the run found it."""
+    """The base model, if it has moved since the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +132,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The model it was trained on."""
+    """The model that the run started from."""
 
     name: str
-    """On the Hub, else its folder's."""
+    """Its name on the Hub, or that of its folder."""
     folder: Path
     config: ModelConfig
     dtype: str | None = None
-    """The number format to load it in. None: the one it is stored in."""
+    """The number format to load it in; None for the one it is stored in."""
 
     def load(self) -> Any:
         if self.dtype is None:
@@ -147,7 +147,7 @@ class Base:
         return load_model(self.folder, self.config.model_copy(update={"dtype": self.dtype}))
 
     def num_bytes(self) -> int:
-        """Of its weights, when they are loaded."""
+        """The size of its weights once they are loaded."""
         files = list(self.folder.glob("*.safetensors"))
         if self.dtype is None:
             return sum(file.stat().st_size for file in files)
@@ -155,7 +155,7 @@ class Base:
 
 
 def export(wanted: ExportRequest) -> Source:
-    """Write the folder, whole or not at all, and say what it was made of."""
+    """Write the folder, completely or not at all, and return what it was made from."""
     if not settings_file(wanted.run).is_file():
         raise UsageError(f"`{wanted.run}` holds no run", hint="`dockyard train RUN.toml` makes one")
     config = load_run_config(settings_file(wanted.run), [])
@@ -191,7 +191,7 @@ def export(wanted: ExportRequest) -> Source:
 
 
 def find_step(run: Path, step: int | None) -> Source:
-    """The checkpoint of this step, by default the latest."""
+    """The checkpoint of this step, or the latest."""
     found = {checkpoint.step: checkpoint for checkpoint in checkpoints_of(run).all()}
     if not found:
         hint = f"`dockyard train --resume {run}` continues it; `trainer.save_every` says how often it saves"
@@ -203,7 +203,7 @@ def find_step(run: Path, step: int | None) -> Source:
 
 
 def find_best(run: Path) -> Source:
-    """What did best on held-out tasks."""
+    """The checkpoint with the highest held-out reward."""
     checkpoints = checkpoints_of(run)
     score = checkpoints.best()
     if score is None:
@@ -213,7 +213,7 @@ def find_best(run: Path) -> Source:
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse to remove what is not ours, and what is ours unless asked to."""
+    """Refuse to replace anything but an export, and an export without `--overwrite`."""
     refuse_below_file(output, hint="choose another `--output`")
     if output.is_file():
         raise UsageError(f"`{output}` is a file, not a folder", hint="choose another `--output`")
@@ -226,7 +226,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _dtype(run: Path, config: RunConfig, source: Source) -> str | None:
-    """The number format to load the base in so that nothing is rounded off what was trained; None: as it is stored.
+    """The number format to load the base in so that trained weights are not rounded; None for the one it is stored in.
 
     A whole model is taken as it was trained. An adapter is merged in the wider of the base's format and the run's:
     float32, of which there is no wider, or the base's.
@@ -234,7 +234,7 @@ def _dtype(run: Path, config: RunConfig, source: Source) -> str | None:
     if config.trainer.method == "full":
         return number_format(source.path)
     latest = checkpoints_of(run).latest()
-    recorded = number_format(source.path) or (latest and number_format(latest.path))  # the best is an adapter alone
+    recorded = number_format(source.path) or (latest and number_format(latest.path))  # the best is an adapter only
     set_by_hand = "float32" if (config.model.dtype, config.model.device) == ("auto", "cpu") else config.model.dtype
     return "float32" if (recorded or set_by_hand) == "float32" else None
 
@@ -243,7 +243,7 @@ def _num_weights(file: Path) -> int:
     try:
         with safe_open(file, framework="pt") as weights:
             return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    except SafetensorError:  # loading it will say what is wrong
+    except SafetensorError:  # loading it reports what is wrong
         return 0
 
 
@@ -259,7 +259,7 @@ def _check_space(base: Base, output: Path) -> None:
 
 
 def _write_whole(base: Base, source: Source, draft: Path) -> None:
-    """Everything that the base's folder has, with what was trained in the weights."""
+    """Write the files of the base model with the trained weights."""
     for file in (file for pattern in _COPIED for file in base.folder.glob(pattern)):
         if not any(file.match(own) for own in _OWN):
             shutil.copy(file, draft)
@@ -276,7 +276,7 @@ def _write_whole(base: Base, source: Source, draft: Path) -> None:
     own_settings = draft / "generation_config.json"
     kept = own_settings.read_bytes() if own_settings.exists() else None
     whole.save_pretrained(draft)
-    if kept is not None:  # save_pretrained writes its own reading of it
+    if kept is not None:  # `save_pretrained` rewrites it
         own_settings.write_bytes(kept)
 
 
@@ -310,7 +310,7 @@ def _describe(base: Base, source: Source, config: RunConfig, draft: Path) -> Non
 
 
 def _write_template(template: str, draft: Path) -> None:
-    """The one place it is read from: a tokenizer's settings may have held the old one."""
+    """Write the chat template to the one file it is read from, and remove it from the tokenizer's settings."""
     (draft / _TEMPLATE).write_text(template, encoding="utf-8")
     file = draft / _TOKENIZER_CONFIG
     if file.exists():

@@ -1,4 +1,4 @@
-"""Held-out tasks, attempted before training, every so many steps, and after it. The best adapter is kept."""
+"""Evaluations on held-out tasks before training, every `eval.every` steps, and after it. The best adapter is kept."""
 
 import asyncio
 import logging
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dockyard.collect.passk import Score, score_rollouts
 from dockyard.config import RunConfig
-from dockyard.rollout.pool import Order
+from dockyard.rollout.order import Order
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
-from dockyard.trainer.loop import ServedLearner, TaskRollouts
+from dockyard.trainer.loop import Learner, TaskRollouts
 from dockyard.types import Task
 
 logger = logging.getLogger(__name__)
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heldout:
-    """Evaluations with the same tasks, agent and seeds each time: what differs is the weights."""
+    """Evaluations with the same tasks, agent and seeds each time, so that only the weights differ."""
 
     tasks: list[Task]
     attempts: TaskRollouts | None
-    learner: ServedLearner
+    learner: Learner
     run: RunDir
     config: RunConfig
 
@@ -29,10 +29,10 @@ class Heldout:
         """Evaluate the base model."""
         await self._score(EVAL_BEFORE, "before training")
         if self.tasks and self.attempts and self.learner.engine is None:
-            logger.warning("no evaluation of trained weights: `%s` does not get them", self.config.engine.url)
+            logger.warning("trained weights are not evaluated: `%s` does not get them", self.config.engine.url)
 
     async def during(self, version: int) -> dict[str, float]:
-        """The numbers of an evaluation, if one is due. The last version is evaluated after training."""
+        """Evaluate this version if that is due, and return its metrics. `after` evaluates the last version."""
         every = self.config.eval.every
         if not every or version % every or version >= self.config.steps or self.learner.engine is None:
             return {}
@@ -50,7 +50,7 @@ class Heldout:
         }
 
     async def after(self) -> None:
-        """Evaluate what training came to."""
+        """Evaluate the last version."""
         found = await self._score(EVAL_AFTER, "after training") if self.learner.engine else None
         if found:
             await self._keep_best(self.learner.version, found)

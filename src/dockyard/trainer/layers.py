@@ -1,8 +1,8 @@
-"""Decoder layers as they are trained: compiled on a GPU, and keeping for the backward pass what the memory allows.
+"""Activation checkpointing: decoder layers, compiled on a GPU, keep as many activations as memory allows.
 
-A layer that keeps everything is fastest; one that keeps less makes the rest again, and one that keeps nothing runs
-twice. How much each way takes is measured on the first layer when it is first needed. Where even a single layer's
-backward pass is too much, its feed-forward part runs on some tokens at a time.
+A layer that keeps all activations is fastest. One that keeps fewer recomputes the rest, and one that keeps none runs
+twice. The memory of each level is measured on the first layer when it is first needed. If even the backward pass of a
+single layer does not fit, its feed-forward part runs on chunks of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,41 +15,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as partitioner
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from dockyard.trainer.attention import in_layer
+from dockyard.engine.torch_internals import activation_budget, mark_dynamic, original_call, replace_call
+from dockyard.trainer.attention import RowLayout, in_layer
 from dockyard.trainer.memory import free_bytes
 
 
 class Keep(IntEnum):
-    """What a layer leaves for the backward pass."""
+    """What a layer keeps for the backward pass."""
 
     OFFLOADED = 0
-    """As `NOTHING`, and what it was called with is in the computer's own memory."""
+    """As `NOTHING`, with its inputs offloaded to host memory."""
     NOTHING = 1
     ATTENTION = 2
     PRODUCTS = 3
-    """Of matrices; what lies between them is quickly made again."""
+    """Matrix products; what lies between them is cheap to recompute."""
     EVERYTHING = 4
 
 
 _BUDGETS = {Keep.ATTENTION: 0.15, Keep.PRODUCTS: 0.68, Keep.EVERYTHING: 1.0}
-"""The share of a layer's activations that the compiler may keep. At 0.15 it still need not run attention again."""
+"""The share of a layer's activations that the compiler may keep. At 0.15 it still does not recompute attention."""
 _BACKWARD = 2.8
-"""What one layer's backward pass needs on top, in what a layer that keeps everything leaves."""
+"""The memory of one layer's backward pass, in multiples of what a layer that keeps everything keeps."""
 _SPARE_BYTES = 2 * 2**30
 _MEASURED_TOKENS = 4096
 _PART_TOKENS = 4096
-"""That go through a layer's feed-forward part at once when memory is short."""
+"""Tokens in a chunk of the feed-forward part when memory is short."""
 
 
 def _compiled() -> Callable[..., Any]:
-    """A function of its own each time: the compiler remembers its results by the function's code."""
+    """A new function each time, because the compiler caches its results by the function's code."""
 
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        return layer._call_impl(*args, **kwargs)
+        return original_call(layer)(*args, **kwargs)
 
     code = run.__code__.replace(co_name=f"run_{next(_NUMBERS)}")
     return torch.compile(FunctionType(code, run.__globals__, code.co_name))
@@ -59,41 +59,41 @@ _NUMBERS = count()
 
 
 class Layers:
-    """Takes over how a model's decoder layers are called. A copy of the model is called as ever."""
+    """Replaces how a model's decoder layers are called. Copies of the model are not affected."""
 
     def __init__(
         self, layers: Sequence[Any], *, compiled: bool, levels: list[Keep], head_bytes: int, gradient_bytes: int
     ) -> None:
-        """`levels` are those to choose from. The head takes its memory before layers run backward, gradients stay."""
+        """`levels` are those to choose from. The memory of head and gradients is left free."""
         self.reserved_tokens = 0
-        """Of a later pass, for which there is to be room besides what this one keeps."""
+        """The tokens of a later pass, for which memory is left besides what this pass keeps."""
         self._num = len(layers)
         self._compiled = compiled
         self._levels = levels
         self._head_bytes = head_bytes
         self._gradient_bytes = gradient_bytes
         self._lost_bytes = 0
-        """Of what is free, but was not to be had."""
+        """Memory that was reported as free but could not be allocated."""
         self._per_token: dict[Keep, float] = {}
         self._plan: list[Keep] = []
         self._in_parts = False
         self._runs = {keep: _compiled() for keep in _BUDGETS}
         self._without_gradients = _compiled()
         for index, layer in enumerate(layers):
-            layer._compiled_call_impl = partial(self._call, index, layer)
+            replace_call(layer, partial(self._call, index, layer))
 
     def be_careful(self) -> None:
-        """Keep less from now on: it was too much."""
+        """Keep less from now on, after running out of memory."""
         self._lost_bytes += torch.cuda.mem_get_info()[1] // 8
         self._per_token.clear()  # to be measured again
 
     def _call(self, index: int, layer: Any, hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if "row_blocks" in kwargs:
-            kwargs["row_blocks"] = in_layer(kwargs["row_blocks"], index)
+        if "row_call" in kwargs:
+            kwargs["row_call"] = in_layer(kwargs["row_call"], index)
         if self._compiled:
             _mark_lengths((hidden_1TD, *args, *kwargs.values()), hidden_1TD.shape[1])
         if not torch.is_grad_enabled():
-            run = partial(self._without_gradients, layer) if self._compiled else layer._call_impl
+            run = partial(self._without_gradients, layer) if self._compiled else original_call(layer)
             return run(hidden_1TD, *args, **kwargs)
         if index == 0:
             self._plan = self._choose(layer, hidden_1TD, args, kwargs)
@@ -101,21 +101,21 @@ class Layers:
 
     def _run(self, keep: Keep, layer: Any, *args: Any, **kwargs: Any) -> Any:
         level = max(keep, Keep.ATTENTION)
-        run = partial(self._runs[level], layer) if self._compiled else layer._call_impl
+        run = partial(self._runs[level], layer) if self._compiled else original_call(layer)
         if self._in_parts and _has_parts(layer):
             run = partial(_run_in_parts, layer)
-        with partitioner.patch(activation_memory_budget=_BUDGETS[level]):
+        with activation_budget(_BUDGETS[level]):
             if keep > Keep.NOTHING:
                 return run(*args, **kwargs)
             with save_on_cpu(pin_memory=True) if keep is Keep.OFFLOADED else nullcontext():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def _choose(self, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Keep]:
-        """What each layer is to keep. A level that is not needed is not measured, and so not compiled."""
+        """Choose what each layer keeps. Levels that are not needed are neither measured nor compiled."""
         num_tokens = hidden_1TD.shape[1]
         sizes: dict[Keep, float] = {}
         chosen: list[Keep] = []
-        self._in_parts = False  # while it is measured
+        self._in_parts = False  # while measuring
         in_parts = False
         for keep in self._levels:
             if keep not in self._per_token:
@@ -127,7 +127,7 @@ class Layers:
             room = left - self._head_bytes - _SPARE_BYTES - later
             chosen = plan(sizes, self._num, room)
             total = sum(sizes[kept] for kept in chosen)
-            in_parts = total > left  # a margin, and later passes, are no reason to be slow
+            in_parts = total > left  # the margin and later passes do not justify the slower way
             if total <= room:
                 break
         self._in_parts = in_parts
@@ -136,17 +136,17 @@ class Layers:
     def _measure(
         self, keep: Keep, layer: Any, hidden_1TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float:
-        """Bytes a token, on the first tokens."""
+        """The bytes per token that a level keeps, measured on the first tokens."""
         num, short = hidden_1TD.shape[1], min(hidden_1TD.shape[1], _MEASURED_TOKENS)
         some_args = [_shortened(value, num, short) for value in args]
         some_kwargs = {name: _shortened(value, num, short) for name, value in kwargs.items()}
         if "row_blocks" in kwargs:
-            some_kwargs["row_blocks"] = torch.tensor([[0, short, 0, short], [0, 0, 0, 0]])
+            some_kwargs |= RowLayout.one_sequence(short).arguments
         if hidden_1TD.device.type == "cpu":
             some = _shortened(hidden_1TD, num, short).detach().requires_grad_()
             return _bytes_kept(layer, lambda: self._run(keep, layer, some, *some_args, **some_kwargs)) / short
         used = 0
-        for _ in range(2):  # the first time compiles, and leaves other things behind too
+        for _ in range(2):  # the first run also compiles and allocates other memory
             some = _shortened(hidden_1TD, num, short).detach().requires_grad_()
             if self._compiled:
                 _mark_lengths((some, *some_args, *some_kwargs.values()), short)
@@ -154,33 +154,34 @@ class Layers:
             out = self._run(keep, layer, some, *some_args, **some_kwargs)
             used = torch.cuda.memory_allocated() - before
             del out
-        if keep is Keep.OFFLOADED:  # what a layer makes is the next one's input, which goes
+        if keep is Keep.OFFLOADED:  # a layer's output is the next one's input, which is offloaded
             used -= _shortened(hidden_1TD, num, short).nbytes
         return used / short
 
 
 def _has_parts(layer: Any) -> bool:
-    """Whether a token's way through the feed-forward part is its own, and a plain one."""
+    """Whether the feed-forward part is a plain one that treats tokens independently."""
     return isinstance(getattr(getattr(layer, "mlp", None), "down_proj", None), nn.Module)
 
 
 def _run_in_parts(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The feed-forward part has the widest tensors: they exist for some tokens at a time, forward and backward."""
+    """Run the feed-forward part, which has the widest tensors, on chunks of tokens, forward and backward."""
     part = layer.mlp
 
     def in_parts(hidden_1TD: Tensor) -> Tensor:
-        made = [checkpoint(part._call_impl, some, use_reentrant=False) for some in hidden_1TD.split(_PART_TOKENS, 1)]
+        run = original_call(part)
+        made = [checkpoint(run, some, use_reentrant=False) for some in hidden_1TD.split(_PART_TOKENS, 1)]
         return torch.cat(made, dim=1)
 
-    part._compiled_call_impl = in_parts  # what is called in its place
+    replace_call(part, in_parts)
     try:
-        return layer._call_impl(*args, **kwargs)
+        return original_call(layer)(*args, **kwargs)
     finally:
-        part._compiled_call_impl = None
+        replace_call(part, None)
 
 
 def _shortened(value: Any, num: int, short: int) -> Any:
-    """What belongs to the first tokens."""
+    """The part of an argument that belongs to the first tokens."""
     if isinstance(value, tuple):
         return tuple(_shortened(item, num, short) for item in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num:
@@ -189,9 +190,9 @@ def _shortened(value: Any, num: int, short: int) -> Any:
 
 
 def plan(sizes: dict[Keep, float], num_layers: int, room: float) -> list[Keep]:
-    """As little less than everything as fits the room, from one level to the next for one layer after the other.
+    """What each layer keeps so that the total fits into `room`, lowering one layer after the other by one level.
 
-    The last layers keep most, since what they keep is needed first, and then gone.
+    The last layers keep most, because what they keep is needed first and then freed.
     """
     levels = list(sizes)
     chosen = [levels[0]] * num_layers
@@ -206,7 +207,7 @@ def plan(sizes: dict[Keep, float], num_layers: int, room: float) -> list[Keep]:
 
 
 def _bytes_kept(layer: Any, run: Callable[[], Any]) -> int:
-    """What a run of a layer leaves besides its weights, each piece of memory once."""
+    """The bytes that a run of a layer saves for the backward pass, without its weights; shared memory counts once."""
     weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
     pieces: dict[int, int] = {}
 
@@ -217,17 +218,17 @@ def _bytes_kept(layer: Any, run: Callable[[], Any]) -> int:
 
     with saved_tensors_hooks(note, lambda kept: kept):
         out = run()
-    del out  # until here nothing of it is freed, so that no address comes twice
+    del out  # nothing was freed before, so no address repeats
     return sum(size for address, size in pieces.items() if address not in weights)
 
 
 def _mark_lengths(values: Iterable[Any], num_tokens: int) -> None:
-    """Tell the compiler which sizes differ from call to call, or it would compile for each."""
+    """Tell the compiler which sizes differ from call to call; otherwise it would compile for each."""
     for value in values:
-        if isinstance(value, tuple):  # sines and cosines of positions
+        if isinstance(value, tuple):  # the rotary embeddings of positions
             _mark_lengths(value, num_tokens)
         elif isinstance(value, Tensor) and value.ndim > 1:
             if value.shape[1] == num_tokens:
-                torch._dynamo.maybe_mark_dynamic(value, 1)
-            elif value.device.type == "cpu":  # the blocks of attention
-                torch._dynamo.maybe_mark_dynamic(value, 0)
+                mark_dynamic(value, 1)
+            elif value.device.type == "cpu":  # `row_blocks`
+                mark_dynamic(value, 0)

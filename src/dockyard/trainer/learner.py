@@ -1,4 +1,4 @@
-"""The learner in this process, and the engine beside it that shares the frozen weights.
+"""The learner in this process: a policy, and the engine to which its versions are published.
 
 Before training on rollouts that the policy did not sample, it reports how far they are from the policy.
 """
@@ -6,9 +6,10 @@ Before training on rollouts that the policy did not sample, it reports how far t
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
+from functools import partial
 from math import exp
 from pathlib import Path
 from typing import Any, Self
@@ -22,26 +23,29 @@ from dockyard.engine.protocol import Engine
 from dockyard.engine.weights import load_model, quantised_share
 from dockyard.rl.pack import examples_of, pack
 from dockyard.run_dir.run import RunDir
-from dockyard.trainer.loop import PublishedPolicy
 from dockyard.trainer.memory import beside_training, refuse_too_large
 from dockyard.trainer.policy import Policy
+from dockyard.trainer.record import is_saved
 from dockyard.types import FloatArray, Group
+
+logger = logging.getLogger(__name__)
 
 _UNLIKELY = 0.01
 _MAX_SEGMENTS = 64
-"""Enough for two digits, and quick."""
+"""Enough for an estimate with two digits."""
+_WORTH_QUANTISING = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicy:
-    """Recorded tokens as the policy sees them before the first update."""
+    """How likely recorded tokens are under the policy before its first update."""
 
     tokens: int
     mean_logprob: float
     unlikely: float
-    """The share of tokens that the policy would draw less than once in a hundred times."""
+    """The share of tokens with a probability below 0.01."""
     mismatch: float | None
-    """Mean distance to the recorded logprobs; None when nobody recorded any."""
+    """Mean distance to the recorded logprobs; None if none were recorded."""
 
     @classmethod
     def of(cls, logprobs: FloatArray, recorded: FloatArray) -> Self:
@@ -55,7 +59,7 @@ class OffPolicy:
         )
 
     def warning(self, num_steps: int) -> str:
-        """For people."""
+        """The numbers as a message."""
         known = (
             "no logprobs were recorded: those of the base model stand in for them"
             if self.mismatch is None
@@ -69,7 +73,7 @@ class OffPolicy:
 
 
 def measure(policy: Policy, groups: Sequence[Group], micro_batch_tokens: int) -> OffPolicy | None:
-    """Over some of the segments, evenly spread; None when no token is to be trained."""
+    """Measure some of the segments, evenly spread; None if no token is trained."""
     examples = examples_of(groups, with_idle=True)
     chosen = examples[:: max(1, len(examples) // _MAX_SEGMENTS)]
     rows = pack(chosen, micro_batch_tokens)
@@ -80,44 +84,101 @@ def measure(policy: Policy, groups: Sequence[Group], micro_batch_tokens: int) ->
     return OffPolicy.of(np.concatenate(logprobs), np.concatenate([row.old_logprobs for row in rows]))
 
 
-logger = logging.getLogger(__name__)
+@dataclass(slots=True, kw_only=True)
+class LocalLearner:
+    """Implements `Learner` with a policy in this process. Its versions are published to `engine`, if there is one."""
 
-_WORTH_QUANTISING = 0.5
+    policy: Policy
+    engine: Engine | None
+    run: RunDir
+    config: RunConfig
+    # Always the same thread: each new thread would keep gigabytes of freed memory to itself.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "dockyard-trainer"))
 
+    @property
+    def version(self) -> int:
+        return self.policy.version
 
-class Served(Enum):
-    """By what the learner's versions are served, if not by a given engine."""
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        return await self._in_thread(self.policy.update, groups, self.config.steps)
 
-    HERE = "the embedded engine"
-    NOT = "nothing"
+    async def publish(self) -> None:
+        # Adapters that may still be served stay: a server may read one again for a request in progress.
+        self.run.keep_adapters(self.version - 1 - self.config.rollout.max_staleness)
+        folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_weights)
+        if self.engine:
+            await self.engine.publish(folder, self.version)
+
+    async def checkpoint(self) -> None:
+        if is_saved(self.config, self.version):
+            await self._in_thread(self._save)
+
+    async def _in_thread[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call off the event loop, which continues to serve rollouts."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
+
+    def _save(self) -> None:
+        with self.run.new_checkpoint(self.version) as folder:
+            self.policy.save(folder)
+        self.run.checkpoints.keep_last(self.config.trainer.keep_last)
 
 
 @asynccontextmanager
-async def open_learner(
-    config: RunConfig,
+async def open_embedded_learner(
+    run: RunDir, model_dir: Path, say: Callable[[str], None], *, recorded: tuple[Group, ...] = ()
+) -> AsyncGenerator[LocalLearner]:
+    """Load the run's learner from its last checkpoint, with an embedded engine that shares its frozen weights."""
+    policy = await _load_policy(run, model_dir, say, recorded, with_engine=True)
+    engine = _embedded_engine(run.config, policy)
+    try:
+        yield LocalLearner(policy=policy, engine=engine, run=run, config=run.config)
+    finally:
+        await engine.close()
+
+
+async def load_learner(
     run: RunDir,
     model_dir: Path,
     say: Callable[[str], None],
     *,
-    served: Engine | Served,
+    engine: Engine | None,
     recorded: tuple[Group, ...] = (),
-) -> AsyncGenerator[PublishedPolicy]:
-    """A learner as the run left it. `recorded` is what it will learn from, if that is known."""
-    base = await asyncio.to_thread(_load_base, config, model_dir, say, with_engine=served is Served.HERE)
-    policy = await _load_policy(config, run, base, say, recorded)
-    embedded = _embedded_engine(config, policy) if served is Served.HERE else None
-    engine = embedded if isinstance(served, Served) else served
-    try:
-        yield PublishedPolicy(policy=policy, engine=engine, run=run, config=config)
-    finally:
-        if embedded:
-            await embedded.close()
+) -> LocalLearner:
+    """Load the run's learner from its last checkpoint, published to `engine` if there is one.
+
+    `recorded` are the groups it will be trained on, if they are known in advance.
+    """
+    policy = await _load_policy(run, model_dir, say, recorded, with_engine=False)
+    return LocalLearner(policy=policy, engine=engine, run=run, config=run.config)
 
 
 def _embedded_engine(config: RunConfig, policy: Policy) -> TransformersEngine:
     model = policy.serving_model()
     full = config.trainer.method == "full"
     return TransformersEngine(model, beside_training(config.engine, model) if full else config.engine)
+
+
+async def _load_policy(
+    run: RunDir, model_dir: Path, say: Callable[[str], None], recorded: tuple[Group, ...], *, with_engine: bool
+) -> Policy:
+    config = run.config
+    base = await asyncio.to_thread(_load_base, config, model_dir, say, with_engine=with_engine)
+    policy = Policy(
+        base,
+        config.trainer,
+        config.grpo,
+        temperature=config.sampling.temperature,
+        seed=config.seed,
+        anchored=config.tasks.source == "recorded",
+    )
+    if checkpoint := run.latest_checkpoint():
+        policy.restore(checkpoint.path)
+        say(f"resuming after step {policy.version}")
+    elif recorded:
+        found = await asyncio.to_thread(measure, policy, recorded, config.trainer.micro_batch_tokens)
+        if found:
+            logger.warning(found.warning(config.steps))
+    return policy
 
 
 def _load_base(config: RunConfig, model_dir: Path, say: Callable[[str], None], *, with_engine: bool) -> Any:
@@ -136,24 +197,3 @@ def _load_base(config: RunConfig, model_dir: Path, say: Callable[[str], None], *
         with_reference = config.grpo.kl_coef > 0 or config.tasks.source == "recorded"
         refuse_too_large(base, num_copies=with_engine + with_reference)
     return base
-
-
-async def _load_policy(
-    config: RunConfig, run: RunDir, base: Any, say: Callable[[str], None], recorded: tuple[Group, ...]
-) -> Policy:
-    policy = Policy(
-        base,
-        config.trainer,
-        config.grpo,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        anchored=config.tasks.source == "recorded",
-    )
-    if checkpoint := run.latest_checkpoint():
-        policy.restore(checkpoint.path)
-        say(f"resuming after step {policy.version}")
-    elif recorded:
-        found = await asyncio.to_thread(measure, policy, recorded, config.trainer.micro_batch_tokens)
-        if found:
-            logger.warning(found.warning(config.steps))
-    return policy

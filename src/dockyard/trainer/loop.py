@@ -1,70 +1,65 @@
-"""The training loop: attempt tasks, learn from the attempts, serve the new weights; repeat.
+"""The training loop: attempt tasks, update the policy, serve the new weights, record the step.
 
-A resumed run takes the same path: steps that were recorded are read instead of made, so updates since the last
+A resumed run takes the same path. Rollouts that were recorded are read instead of made, so updates since the last
 checkpoint are replayed exactly.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.engine.protocol import Engine
-from dockyard.errors import DockyardError
-from dockyard.rl.statistics import rollout_metrics
-from dockyard.rollout.pool import Order, RolloutPool, failure_counts
-from dockyard.run_dir.run import RunDir, step_phase
+from dockyard.rollout.order import Order
+from dockyard.run_dir.run import step_phase
 from dockyard.tasks.order import due, spare
 from dockyard.trainer.display import TrainingProgress
-from dockyard.trainer.dynamic_sampling import collect_signal, group_metrics
+from dockyard.trainer.dynamic_sampling import Collector, collect_signal
 from dockyard.types import Group, Rollout, Task
-
-if TYPE_CHECKING:  # it needs torch, which a loop whose policy is on another machine does not
-    from dockyard.trainer.policy import Policy
 
 
 class Rollouts(Protocol):
-    """Where groups come from."""
+    """The source of a step's groups."""
 
     async def collect(self, step: int) -> tuple[Group, ...]: ...
 
 
 class Learner(Protocol):
-    """What learns from groups, and serves what it learnt."""
+    """What the loop updates and publishes: the policy in this process, or a connection to one on another machine."""
 
     @property
-    def version(self) -> int: ...
-    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]: ...
-    async def publish(self) -> None: ...
-
-
-class ServedLearner(Learner, Protocol):
-    """A learner as a run has it: with what samples from it, and able to save itself."""
+    def version(self) -> int:
+        """The number of updates so far."""
+        ...
 
     @property
     def engine(self) -> Engine | None:
-        """None where nothing takes new weights."""
+        """Samples from the published weights; None if nothing does."""
+        ...
+
+    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
+        """Update the weights once and return the metrics of the update."""
+        ...
+
+    async def publish(self) -> None:
+        """Serve the present weights to rollouts that start from now on."""
         ...
 
     async def checkpoint(self) -> None:
-        """Save everything, if it is time."""
+        """Save a checkpoint if one is due."""
         ...
 
 
 class Record(Protocol):
-    """Where steps are written down."""
+    """Where the results of a step are written."""
 
     async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None: ...
 
 
 async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record) -> None:
-    """Four calls a step. New weights are served before the next step's rollouts begin."""
+    """Make four calls a step. New weights are served before the next step's rollouts begin."""
     for step in range(learner.version, steps):
         clock = _Clock()
         groups = await clock.timed("collect", rollouts.collect(step))
@@ -74,7 +69,7 @@ async def train(steps: int, rollouts: Rollouts, learner: Learner, record: Record
 
 
 class _Clock:
-    """How long the calls of a step took. Rollouts that were begun early are waited for less than they take."""
+    """Measures how long the calls of a step take. Rollouts that were started early take less than their own time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -88,13 +83,13 @@ class _Clock:
 
 @dataclass(slots=True, kw_only=True)
 class TaskRollouts:
-    """Groups from a pool, on the tasks whose turn it is.
+    """Groups from a pool, on the tasks that are due.
 
-    The rollouts of a step begin up to `max_staleness` steps early, so that the policy is not idle while it learns; the
-    weights behind them are at most so many updates old.
+    The rollouts of a step start up to `max_staleness` steps early, so that the engine is not idle during an update.
+    The weights that sample them are at most that many updates old.
     """
 
-    pool: RolloutPool
+    pool: Collector
     tasks: list[Task]
     config: RunConfig
     progress: TrainingProgress
@@ -109,11 +104,11 @@ class TaskRollouts:
         return await collection.shown(self.progress, f"step {step + 1} of {self.config.steps}")
 
     async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
-        """Any order of rollouts, shown under this title."""
+        """Make the rollouts of any order, shown under this title."""
         return await _Collection(self.pool, order, self.config.grpo).shown(self.progress, title)
 
     async def close(self) -> None:
-        """Stop what was begun early and will not be used."""
+        """Cancel rollouts that were started early and will not be used."""
         for collection in self._begun.values():
             collection.task.cancel()
         await asyncio.gather(*(collection.task for collection in self._begun.values()), return_exceptions=True)
@@ -141,9 +136,9 @@ class TaskRollouts:
 
 
 class _Collection:
-    """An order under way. What happens before it is shown is shown then."""
+    """An order in progress. Rollouts that finish before it is shown are counted when it is."""
 
-    def __init__(self, pool: RolloutPool, order: Order, grpo: GRPOConfig) -> None:
+    def __init__(self, pool: Collector, order: Order, grpo: GRPOConfig) -> None:
         self._order = order
         self._total = len(order.tasks) * order.group_size
         self._finished: list[Rollout] = []
@@ -167,110 +162,3 @@ class _Collection:
         self._total += count
         if self._progress:
             self._progress.extend(count)
-
-
-@dataclass(slots=True, kw_only=True)
-class PublishedPolicy:
-    """A policy whose every version is served by an engine, if there is one that takes new weights."""
-
-    policy: "Policy"
-    engine: Engine | None
-    run: RunDir
-    config: RunConfig
-    # Always the same thread: each new one would keep its own freed memory, gigabytes of it.
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "dockyard-trainer"))
-
-    @property
-    def version(self) -> int:
-        return self.policy.version
-
-    async def update(self, groups: tuple[Group, ...]) -> dict[str, float]:
-        return await self._in_thread(self.policy.update, groups, self.config.steps)
-
-    async def publish(self) -> None:
-        # What was served until now stays: a server may read it again for a request that is not over.
-        self.run.keep_adapters(self.version - 1 - self.config.rollout.max_staleness)
-        folder = await self._in_thread(self.run.publish_adapter, self.version, self.policy.save_weights)
-        if self.engine:
-            await self.engine.publish(folder, self.version)
-
-    async def checkpoint(self) -> None:
-        """Save everything, if it is time."""
-        if is_saved(self.config, self.version):
-            await self._in_thread(self._save)
-
-    async def _in_thread[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Off the event loop, which goes on serving rollouts."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
-
-    def _save(self) -> None:
-        with self.run.new_checkpoint(self.version) as folder:
-            self.policy.save(folder)
-        self.run.checkpoints.keep_last(self.config.trainer.keep_last)
-
-
-def is_saved(config: RunConfig, version: int) -> bool:
-    """Whether a run keeps everything of this version."""
-    return version % config.trainer.save_every == 0 or version == config.steps
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """Writes a step's numbers to the run, the progress display and trackers, then lets the learner save itself.
-
-    In this order: a checkpoint says that its steps are recorded.
-    """
-
-    run: RunDir
-    progress: TrainingProgress
-    learner: ServedLearner
-    evaluate: Callable[[int], Awaitable[dict[str, float]]]
-    """The numbers of a held-out evaluation of this version; none if none is due."""
-    track: Callable[[int, Mapping[str, float]], None]
-    """Tells others a step's numbers."""
-    foreign: str | None = None
-    """Whose rollouts these are, if not the policy's own."""
-    _since: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._since = time.monotonic()
-
-    async def record(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> None:
-        seconds = time.monotonic() - self._since
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        grpo = self.run.config.grpo
-        numbers = rollout_metrics(rollouts) | group_metrics(groups, grpo) | metrics | {"time/step_s": seconds}
-        numbers["rollout/staleness"] = float(step) if self.foreign else staleness(rollouts, step)
-        numbers["rollout/tokens_per_s"] = numbers["rollout/sampled_tokens"] / max(seconds, 1e-9)
-        numbers |= await self.evaluate(step + 1)
-        self._since = time.monotonic()  # an evaluation is no part of the next step
-        self.run.record_metrics(step, numbers)
-        self.track(step, numbers)
-        self.progress.step(step, numbers, failure_counts(rollouts))
-        if self.foreign and "train/mean_logprob" in numbers:
-            self.progress.say(
-                f"step {step + 1}: off-policy by {step} updates: {self.foreign}; "
-                f"mean logprob of their tokens under the policy {numbers['train/mean_logprob']:.2f}"
-            )
-        if numbers.get("train/skipped"):
-            _stop_if_stuck(self.run)
-        await self.learner.checkpoint()
-
-
-def _stop_if_stuck(run: RunDir) -> None:
-    """An error when so many of the latest updates in a row were skipped that the next will hardly go better."""
-    skipped = [line["train/skipped"] for line in run.read_metrics() if "train/skipped" in line]
-    limit = run.config.trainer.max_skipped_steps
-    if len(skipped) >= limit and all(skipped[-limit:]):
-        raise DockyardError(
-            f"the gradients of the last {limit} updates were not finite: the policy is not learning",
-            hint="begin another run with a lower `--trainer.lr` or `--model.dtype float32`; "
-            "`--trainer.max_skipped_steps` sets how many may be skipped",
-        )
-
-
-def staleness(rollouts: list[Rollout], version: int) -> float:
-    """How many updates old the weights behind a sampled token were, on average, when `version` learnt from it."""
-    segments = [segment for rollout in rollouts for segment in rollout.segments if segment.versions is not None]
-    ages = [version - segment.versions[segment.sampled] for segment in segments if segment.versions is not None]
-    return float(np.concatenate(ages).mean()) if ages and sum(map(len, ages)) else 0.0

@@ -1,6 +1,6 @@
-"""How much memory a pass may use, and how much full training of a model needs, reported before it runs out.
+"""How much memory is free, and how much full training of a model needs.
 
-The limit is the GPU's memory, or what the kernel lets this process have.
+The limit is the memory of the GPU, or on a CPU what the kernel allows this process.
 """
 
 import math
@@ -16,7 +16,7 @@ _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> float:
-    """Infinite where nobody says."""
+    """The free memory; infinite if it is not known."""
     if device.type != "cuda":
         return min(available(_MEMINFO), left_to_group(_GROUP))
     free, _ = torch.cuda.mem_get_info()
@@ -24,14 +24,14 @@ def free_bytes(device: torch.device) -> float:
 
 
 def available(meminfo: Path) -> float:
-    """What programs could take before anything is swapped, as Linux says it."""
+    """Linux's estimate of what programs could allocate without swapping."""
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else math.inf
 
 
 def left_to_group(group: Path) -> float:
-    """A container may have less than the machine. Files that it has read are no loss."""
+    """What the limit of a container leaves. Cached files do not count as used."""
     limit = group / "memory.max"
     if not limit.exists() or limit.read_text().strip() == "max":
         return math.inf
@@ -44,12 +44,11 @@ _FLOAT32 = 4
 
 
 def bytes_to_train(model: Any, *, num_copies: int) -> int:
-    """Besides the weights themselves, and without activations.
+    """The memory for full training, without the weights themselves and activations.
 
-    AdamW has two moments of each weight, the sums of gradients of a tree and of the update are two more numbers, all
-    in float32; a pass makes its gradients in the weights' own format before they are added. Weights in a narrower
-    format have a float32 copy too.
-    `num_copies` are the models beside this one: the engine's and the reference.
+    Each weight has two moments of AdamW and two sums of gradients (of a tree, and of the update), all in float32, and
+    a gradient of one pass in its own format. Weights in a narrower format also have a float32 copy. `num_copies` is the
+    number of further copies of the model: the engine's and the reference.
     """
     total = 0
     for weight in model.parameters():
@@ -60,14 +59,14 @@ def bytes_to_train(model: Any, *, num_copies: int) -> int:
 
 
 def gradient_bytes(model: Any) -> int:
-    """Of all weights, while rows are run: what one pass makes, and the float32 sum of a tree that it is added to."""
+    """The memory of gradients while rows run: those of one pass, and the float32 sum of the tree."""
     return sum(weight.numel() * (weight.element_size() + _FLOAT32) for weight in model.parameters())
 
 
 def beside_training(engine: EngineConfig, model: Any) -> EngineConfig:
-    """The settings of an engine on a GPU where all weights of this model are trained.
+    """The settings of an engine that shares a GPU with full training of this model.
 
-    An engine takes half of what is free, and leaves the rest to activations. Here gradients are to fit in besides.
+    By default an engine takes half of the free memory. Here it also leaves room for gradients.
     """
     if model.device.type != "cuda" or engine.kv_cache_gb is not None:
         return engine
@@ -77,7 +76,7 @@ def beside_training(engine: EngineConfig, model: Any) -> EngineConfig:
 
 
 def refuse_too_large(model: Any, *, num_copies: int) -> None:
-    """An error when there is not so much memory left."""
+    """Raise an error if the free memory is less than full training needs."""
     free, needed = free_bytes(model.device), bytes_to_train(model, num_copies=num_copies)
     if needed > free:
         where = "the GPU" if model.device.type == "cuda" else "this machine"

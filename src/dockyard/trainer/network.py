@@ -1,6 +1,6 @@
-"""The model as it is trained: adapters over frozen weights, and what it says of a row's trained tokens.
+"""The torch model of a policy: adapters over frozen weights, and forward passes over packed rows.
 
-Logits of the whole vocabulary exist for a few tokens at a time only, forward and backward.
+Logits over the vocabulary exist only for a few tokens at a time, forward and backward.
 """
 
 import copy
@@ -25,37 +25,38 @@ from dockyard.rl.pack import Example, PackedRow, pack
 from dockyard.rl.trees import Tree
 from dockyard.trainer import attention
 from dockyard.trainer.attention import wide
+from dockyard.trainer.kernels import rounded_up
 from dockyard.trainer.layers import Keep, Layers
 from dockyard.trainer.memory import gradient_bytes
 from dockyard.types import IntArray
 
 _CHUNK = 2048
-"""Tokens whose logits exist at once."""
+"""Tokens whose logits exist at the same time."""
 _CPU_CHUNK = 128
-"""The same on a CPU, where that many logits stay in its cache, and in memory that was used before."""
+"""The same on a CPU, where this many logits fit in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Of each trained token, under the temperature it was sampled with."""
+    """Statistics of each trained token, at the temperature it was sampled with."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
-    """Of the distribution it was drawn from."""
+    """The entropy of the distribution it was sampled from."""
     likeliest_N: Tensor
-    """Whether it was the likeliest token."""
+    """Whether it was the most likely token."""
 
 
 class Lora(lora.Linear):
-    """PEFT's layer, but adapters are kept in float32 and multiplied in the model's own format.
+    """PEFT's layer, with adapters in float32 that are multiplied in the model's own number format.
 
-    PEFT would cast every activation to float32, which costs a third of an update's time and gains nothing.
+    PEFT would cast every activation to float32, which takes a third of an update's time and has no benefit.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shape = x.shape[:-1]
         if x.device.type == "cpu":
-            x = x.flatten(0, -2)  # one matrix, to whose product adapters can be added in place
+            x = x.flatten(0, -2)  # one matrix, so that adapters can be added to its product in place
         out = self.base_layer(x, *args, **kwargs)
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
@@ -66,21 +67,21 @@ class Lora(lora.Linear):
 
 
 def _plus_product(out: Tensor, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
-    """`out + scaling * linear(x, weight)`. On a CPU in place: there, passes over memory cost as much as the product."""
+    """`out + scaling * linear(x, weight)`. In place on a CPU, where passes over memory cost as much as the product."""
     if out.device.type == "cpu":
         return out.addmm_(x, weight.t(), alpha=scaling)
     return out + linear(x, weight) * scaling
 
 
 def with_adapters(base: Any, trainer: TrainerConfig) -> Any:
-    """The base model, frozen, with LoRA adapters on its linear layers. The experts of a mixture are not among them."""
+    """The frozen base model with LoRA adapters on its linear layers, except the experts of a mixture."""
     head = base.get_output_embeddings()
     linears = {name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         model = _adapted(base, trainer, {name.rpartition(".")[2] for name in linears})
     config = model.peft_config["default"]
-    # Where experts have matrices of the same names as linear layers, PEFT takes those names for the experts'.
+    # If experts have matrices with the names of linear layers, PEFT applies those names to the experts.
     return _adapted(model.unload(), trainer, config.target_modules) if config.target_parameters else model
 
 
@@ -96,10 +97,10 @@ def _adapted(base: Any, trainer: TrainerConfig, targets: Iterable[str]) -> Any:
 
 
 class Network:
-    """A policy's model as it is trained."""
+    """The torch model of a policy."""
 
     def __init__(self, base: Any, trainer: TrainerConfig, *, with_reference: bool = True) -> None:
-        """Without adapters to switch off, the reference is a copy of the base model: only where it is wanted."""
+        """`with_reference`: full training, which has no adapters to disable, keeps a copy of the base model."""
         full = trainer.method == "full"
         self._frozen: Network | None = None
         if full and with_reference:
@@ -107,7 +108,7 @@ class Network:
             self._frozen.model.requires_grad_(False)
         with _explained(base.config.model_type):
             self.model: Any = base.requires_grad_() if full else with_adapters(base, trainer)
-        self.model.eval()  # dropout would make other logprobs than the engine's
+        self.model.eval()  # with dropout, logprobs would differ from the engine's
         self._decoder: Any = base.get_decoder()
         self._head: Any = base.get_output_embeddings()
         with _explained(base.config.model_type):
@@ -131,29 +132,29 @@ class Network:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextmanager
-    def trunk(self, token_ids: IntArray, longest_row: int) -> Generator["PrefixPass | None"]:
-        """What rows over these tokens see, for as long as this lasts. None if there are none.
+    def prefix(self, token_ids: IntArray, longest_row: int) -> Generator["PrefixPass | None"]:
+        """Run a pass over the prefix of a tree's rows; None if there is no prefix.
 
-        It keeps so much for the backward pass that the longest of the rows can keep everything.
+        It leaves enough memory for the longest of the rows to keep all of its activations.
         """
         if not len(token_ids):
             yield None
             return
-        with attention.new_trunk(len(token_ids)) as seen:
-            padded = _Padded.of(_sequence(token_ids), self.model.device, seen, made=True)
+        with attention.open_prefix(len(token_ids)) as keys_values:
+            padded = _Padded.of(_sequence(token_ids), self.model.device, keys_values, computes_prefix=True)
             self._layers.reserved_tokens = longest_row
             try:
                 hidden_PD = self._hidden(padded)[: len(token_ids)]
             finally:
                 self._layers.reserved_tokens = 0
-            yield PrefixPass(seen, hidden_PD)
+            yield PrefixPass(keys_values, hidden_PD)
 
-    def scores(self, row: PackedRow, temperature: float, trunk: "PrefixPass | None" = None) -> TokenScores:
-        """Of a row's trained tokens."""
+    def scores(self, row: PackedRow, temperature: float, prefix: "PrefixPass | None" = None) -> TokenScores:
+        """The statistics of a row's trained tokens."""
         device = self.model.device
-        hidden_TD = self._hidden(_Padded.of(row, device, trunk and trunk.seen))
-        if trunk:
-            hidden_TD = torch.cat([trunk.hidden_PD, hidden_TD])
+        hidden_TD = self._hidden(_Padded.of(row, device, prefix and prefix.keys_values))
+        if prefix:
+            hidden_TD = torch.cat([prefix.hidden_PD, hidden_TD])
         sources_N = torch.from_numpy(row.sources).long().to(device)
         targets_N = torch.from_numpy(row.targets).long().to(device)
         logprobs_N, entropy_N, likeliest_N = _Head.apply(
@@ -162,16 +163,16 @@ class Network:
         return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, likeliest_N=likeliest_N)
 
     def reference(self, tree: Tree, temperature: float) -> list[Tensor]:
-        """The logprobs of each row's trained tokens under the base model: adapters off, or the copy of it."""
+        """The logprobs of each row's trained tokens under the base model: with adapters disabled, or by its copy."""
         with torch.no_grad(), nullcontext() if self._frozen else self.model.disable_adapter():
             return (self._frozen or self)._logprobs(tree, temperature)
 
     def _logprobs(self, tree: Tree, temperature: float) -> list[Tensor]:
-        with self.trunk(tree.trunk, 0) as trunk:
-            return [self.scores(row, temperature, trunk).logprobs_N for row in tree.rows]
+        with self.prefix(tree.prefix, 0) as prefix:
+            return [self.scores(row, temperature, prefix).logprobs_N for row in tree.rows]
 
     def save_memory(self) -> bool:
-        """After the GPU's memory did not do: keep less of the forward pass. False when there is nothing to save."""
+        """After running out of GPU memory: keep fewer activations. Returns False if there is nothing to save."""
         if not self._on_gpu:
             return False
         gc.collect()
@@ -182,23 +183,23 @@ class Network:
     def _hidden(self, padded: "_Padded") -> Tensor:
         embedded_1TD = self._decoder.get_input_embeddings()(padded.token_ids_1T)
         if torch.is_grad_enabled() and not embedded_1TD.requires_grad:
-            embedded_1TD.requires_grad_()  # or the first layer would be another program than the rest
+            embedded_1TD.requires_grad_()  # otherwise the first layer would be compiled separately
         return self._decoder(
             inputs_embeds=embedded_1TD,
             position_ids=padded.positions_1T,
             attention_mask=None,
             use_cache=False,
-            row_blocks=padded.blocks,
+            **padded.layout.arguments,
         ).last_hidden_state[0]
 
     def _check_head(self) -> None:
-        """Some models scale or cap what their head says. Those would be trained wrongly, so they are refused."""
+        """Refuse models that scale or cap the logits of their head, which would be trained incorrectly."""
         device = self.model.device
         ids_1T = torch.arange(8, device=device)[None]
-        row = _Padded(ids_1T, ids_1T, torch.tensor([[0, 8, 0, 8], [0, 0, 0, 0]]))
+        row = _Padded(ids_1T, ids_1T, attention.RowLayout.one_sequence(8))
         with torch.no_grad():
             plain = self.model(
-                input_ids=ids_1T, position_ids=ids_1T, attention_mask=None, use_cache=False, row_blocks=row.blocks
+                input_ids=ids_1T, position_ids=ids_1T, attention_mask=None, use_cache=False, **row.layout.arguments
             ).logits[0]
             ours = linear(self._hidden(row), self._head.weight)
         if not torch.allclose(plain.float(), ours.float(), rtol=0.05, atol=0.05):
@@ -208,19 +209,19 @@ class Network:
             )
 
     def _own_logits(self, example: Example) -> Tensor:
-        """As the family's own code makes them."""
+        """The logits that the model family's own code computes."""
         ids_1T = torch.from_numpy(example.token_ids).long().to(self.model.device)[None]
         with torch.no_grad():
             return self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
 
     def _check_rows(self, alone_NV: Tensor) -> None:
-        """Families whose layers do not pass on what a row is, or attend in other ways, are refused."""
+        """Refuse model families whose layers do not pass on the row's layout, or that attend differently."""
         [row] = pack(_FORK, 64)
         with torch.no_grad(), attention.watched() as calls:
             hidden_TD = self._hidden(_Padded.of(row, self.model.device))
             packed_NV = linear(hidden_TD[torch.from_numpy(row.sources).long()], self._head.weight)
         understood = len(calls) == len(self._decoder.layers) and all(calls)
-        if self.model.dtype in (torch.float32, torch.float64):  # where rounding is no excuse
+        if self.model.dtype in (torch.float32, torch.float64):  # exact enough for a comparison
             distance = (packed_NV - alone_NV).abs().mean() / alone_NV.std()
             understood = understood and float(distance) < _SAME_LOGITS
         if not understood:
@@ -232,21 +233,21 @@ class Network:
 
 
 class PrefixPass:
-    """The tokens that rows begin with, as the network left them."""
+    """The results of a pass over the prefix that the rows of a tree have in common."""
 
-    def __init__(self, seen: attention.PrefixKV, hidden_PD: Tensor) -> None:
-        self.seen = seen
+    def __init__(self, keys_values: attention.PrefixKV, hidden_PD: Tensor) -> None:
+        self.keys_values = keys_values
         self.hidden_PD = hidden_PD.detach().requires_grad_(hidden_PD.requires_grad)
-        """For rows, whose gradients stop here."""
-        self._made_PD = hidden_PD
+        """What rows use. Their gradients stop here."""
+        self._computed_PD = hidden_PD
 
     def grads(self, asked_PD: Tensor, trained: list[Tensor]) -> tuple[Tensor, ...]:
-        """Of what is trained, by all that rows asked of their trunk: of `hidden_PD`, and of keys and values."""
-        return torch.autograd.grad(self._made_PD, trained, asked_PD, materialize_grads=True)
+        """The gradients of the trained weights from those of `hidden_PD`, and of keys and values that rows left."""
+        return torch.autograd.grad(self._computed_PD, trained, asked_PD, materialize_grads=True)
 
 
 def _sequence(token_ids: IntArray) -> PackedRow:
-    """Nothing of it is trained."""
+    """A row of one sequence without trained tokens."""
     num = len(token_ids)
     none, no_numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
     return PackedRow(
@@ -264,32 +265,38 @@ def _sequence(token_ids: IntArray) -> PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """A row as the model takes it. On a GPU its length is one of a few."""
+    """A row as the model takes it. On a GPU it is padded to one of a few lengths."""
 
     token_ids_1T: Tensor
     positions_1T: Tensor
-    blocks: Tensor
+    layout: attention.RowLayout
 
     @classmethod
     def of(
-        cls, row: PackedRow, device: torch.device, trunk: attention.PrefixKV | None = None, *, made: bool = False
+        cls,
+        row: PackedRow,
+        device: torch.device,
+        prefix: attention.PrefixKV | None = None,
+        *,
+        computes_prefix: bool = False,
     ) -> Self:
         num = len(row.token_ids)
-        spare = attention.rounded_up(num) - num if device.type == "cuda" else 0
+        spare = rounded_up(num) - num if device.type == "cuda" else 0
         blocks = attention.blocks_of(row.positions, row.ends)
-        blocks[-1, [1, 3]] += spare  # the last run's triangle: nobody sees what is past its end
+        blocks[-1, [1, 3]] += spare  # the causal block of the last run: no token sees the padding behind it
         return cls(
             torch.from_numpy(np.pad(row.token_ids, (0, spare))).long().to(device)[None],
             torch.from_numpy(np.pad(row.positions, (0, spare))).long().to(device)[None],
-            attention.as_row_blocks(blocks, trunk, made=made),
+            attention.RowLayout.of(blocks, prefix, computes_prefix=computes_prefix),
         )
 
 
 class _Head(torch.autograd.Function):
-    """Logprobs from hidden states, some tokens at a time.
+    """Logprobs from hidden states, in chunks of tokens.
 
-    The backward pass makes each chunk's logits again. A CPU, for which that is a third of the work, need not where the
-    head is frozen: the gradient of a token's hidden state is that of its logprob times a vector that is known at once.
+    The backward pass recomputes the logits of each chunk. On a CPU, where that is a third of the work, it does not need
+    to if the head is frozen: the gradient of a hidden state is that of its logprob times a vector that the forward pass
+    computes.
     """
 
     @staticmethod
@@ -355,12 +362,12 @@ def _slope(logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, grad_C: Tensor, 
 
 _fused_statistics: Any = torch.compile(_statistics, dynamic=True)
 _fused_slope: Any = torch.compile(_slope, dynamic=True)
-"""One kernel each on a GPU, where passes over the vocabulary would take longer than its matrix product."""
+"""Compiled into one kernel each on a GPU, where separate passes over the vocabulary would dominate."""
 
 
 @contextmanager
 def _explained(family: str) -> Generator[None]:
-    """A family whose code is built otherwise fails in many ways."""
+    """Turn the various errors of unsupported model families into one message."""
     try:
         yield
     except (DockyardError, torch.OutOfMemoryError):
@@ -373,7 +380,7 @@ def _explained(family: str) -> Generator[None]:
 
 
 def _sampled(*token_ids: int) -> Example:
-    """All but the first."""
+    """An example whose tokens are all trained but the first."""
     targets = np.arange(1, len(token_ids), dtype=np.int32)
     return Example(
         token_ids=np.array(token_ids, np.int32), targets=targets, old_logprobs=None, advantage=1.0, weight=1.0
@@ -381,13 +388,13 @@ def _sampled(*token_ids: int) -> Example:
 
 
 _FORK = (_sampled(3, 5, 2, 7, 1, 6, 4), _sampled(3, 5, 2, 8, 6, 0))
-"""Sequences that begin alike, in the order in which a row has them."""
+"""Sequences with a common prefix, in the order of a row."""
 _SAME_LOGITS = 0.01
-"""In what logits differ by."""
+"""The largest mean difference, in standard deviations of the logits."""
 
 
 def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Keep]:
-    """How much layers may keep, most first."""
+    """What layers may keep, from most to least."""
     if not on_gpu:
         return [Keep.EVERYTHING, Keep.NOTHING]
     between = [Keep.PRODUCTS, Keep.ATTENTION] if compiled else []
@@ -396,7 +403,7 @@ def _levels(trainer: TrainerConfig, *, on_gpu: bool, compiled: bool) -> list[Kee
 
 
 def _refuse_windows(config: Any) -> None:
-    """Rows know full attention only: windows, or states that are carried along, would be trained as if not there."""
+    """Refuse sliding windows and recurrent states: rows support full attention only."""
     if kinds := other_attention(config):
         raise DockyardError(
             f"only full attention is trained; `{config.model_type}` has {', '.join(kinds)}",

@@ -1,7 +1,7 @@
-"""AdamW in float32, whatever the number format of the weights it trains.
+"""AdamW in float32, whatever the number format of the trained weights.
 
-A step is often smaller than the distance from a bfloat16 number to the next, and would be lost. So weights of a
-narrower format have a float32 copy, which is what is trained; the weights are that copy rounded.
+A step is often smaller than the spacing of bfloat16 numbers and would be lost. So weights in a narrower format have a
+float32 master copy, which the optimiser updates; the weights are that copy, rounded.
 """
 
 import math
@@ -16,7 +16,7 @@ from dockyard.trainer.attention import wide
 
 
 class Optimizer:
-    """Sums up the gradients of an update, then takes its step."""
+    """Accumulates the gradients of an update, then takes a step."""
 
     def __init__(self, trained: Sequence[Tensor], config: TrainerConfig) -> None:
         self._trained = list(trained)
@@ -29,18 +29,18 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=(fused := self._trained[0].device.type == "cuda"),
         )
-        # Now, and not at the first step: whoever asks later what is free is to see what is left.
+        # Allocated now rather than at the first step, so that free memory is measured without it.
         for master in self._masters:
             step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             self._adam.state[master] = {"step": step, **moments}
 
     def zero_grad(self) -> None:
-        """Begin another sum."""
+        """Start a new sum of gradients."""
         self._adam.zero_grad()
 
     def add(self, grads: Sequence[Tensor]) -> None:
-        """To the sum. When there is no memory for it, nothing of them is added."""
+        """Add gradients to the sum. If memory runs out, none of them is added."""
         sums = [master.grad for master in self._masters]
         if any(total is None for total in sums):
             for master, grad in zip(self._masters, [wide(grad) for grad in grads], strict=True):
@@ -48,10 +48,10 @@ class Optimizer:
             return
         for total, grad in zip(sums, grads, strict=True):
             assert total is not None
-            total.add_(grad)  # which needs no memory
+            total.add_(grad)  # in place, without new memory
 
     def step(self, lr: float) -> float:
-        """Follow the gradient, scaled down to the norm that is allowed; its norm before. None if it is not finite."""
+        """Take a step along the clipped gradient and return its norm before clipping. Skip it if that is not finite."""
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._max_norm))
         for group in self._adam.param_groups:
             group["lr"] = lr
@@ -59,22 +59,22 @@ class Optimizer:
             self._adam.step()
             self._round()
         for master, _ in self._rounded():
-            master.grad = None  # four bytes a weight, for the engine meanwhile
+            master.grad = None  # frees four bytes per weight for the engine
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the weights do not say."""
+        """The state that is not in the weights."""
         return {"adam": self._adam.state_dict(), "masters": [master.detach() for master, _ in self._rounded()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off. The weights themselves are there already."""
-        self._adam.load_state_dict(state["adam"])  # which moves it to where the weights are
+        """Restore what `state_dict` returned. The weights are restored separately."""
+        self._adam.load_state_dict(state["adam"])  # also moves it to the device of the weights
         with torch.no_grad():
             for (master, _), saved in zip(self._rounded(), state["masters"], strict=True):
                 master.copy_(saved)
 
     def _rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Float32 copies, and the weights that follow them."""
+        """Pairs of a float32 master copy and its weight."""
         pairs = zip(self._masters, self._trained, strict=True)
         return [(master, weight) for master, weight in pairs if master is not weight]
 

@@ -1,7 +1,7 @@
-"""The weights being trained, LoRA adapters over a frozen base or all of them, their optimiser, and one GRPO update.
+"""The policy: the weights being trained (LoRA adapters over a frozen base, or all weights), and one GRPO update.
 
-The reference policy of the KL penalty is the same model with its adapters off: there is no second copy. A model that
-is trained as a whole has none to switch off, so there it is a copy.
+The reference policy of the KL penalty is the same model with its adapters disabled, so there is no second copy. Full
+training has no adapters to disable, so there the reference is a copy.
 """
 
 import logging
@@ -34,8 +34,8 @@ _MEMORY_TRIES = 4
 class Policy:
     """Trains on groups of rollouts. `version` counts the updates so far.
 
-    Tokens whose logprobs nobody recorded are taken to have been drawn by the present weights; `anchored` takes them to
-    come from the base model instead, so that clipping holds when the same rollouts are met again and again.
+    Tokens without recorded logprobs are treated as sampled by the current weights. With `anchored` they are treated as
+    sampled by the base model, so that clipping has an effect if the same rollouts are trained on repeatedly.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Policy:
         self._optimizer = Optimizer(self._trained, trainer)
 
     def serving_model(self) -> Any:
-        """A model for the engine: the same frozen weights, its own of what is trained."""
+        """A model for the engine: it shares the frozen weights and has its own copy of the trained ones."""
         return share_weights(self.model)
 
     def update(self, groups: Sequence[Group], num_steps: int) -> dict[str, float]:
-        """One optimiser step on these groups, the learning rate as far along as `version` is of `num_steps`."""
+        """Take one optimiser step on these groups. `num_steps` is the length of the learning rate schedule."""
         examples = examples_of(groups, self._grpo, with_idle=self._grpo.kl_coef > 0)
         trees = plant(examples, self._config.micro_batch_tokens)
         metrics = self.train_on(trees, learning_rate(self._config, self.version, num_steps))
@@ -72,7 +72,7 @@ class Policy:
         return metrics
 
     def train_on(self, trees: Sequence[Tree], lr: float) -> dict[str, float]:
-        """One optimiser step on these trees."""
+        """Take one optimiser step on these trees."""
         self._optimizer.zero_grad()
         totals = _Totals()
         for tree in trees:
@@ -87,39 +87,39 @@ class Policy:
         return metrics
 
     def _within_memory(self, tree: Tree, totals: "_Totals") -> None:
-        """A tree that does not fit is tried again with less kept of its forward pass; nothing is counted twice."""
-        longest = max(len(tree.trunk) + len(row.token_ids) for row in tree.rows)
+        """Retry a tree that does not fit in memory, keeping fewer activations. Nothing is counted twice."""
+        longest = max(len(tree.prefix) + len(row.token_ids) for row in tree.rows)
         said = ""
         for _ in range(_MEMORY_TRIES):
             try:
                 return self._accumulate(tree, totals)
             except torch.OutOfMemoryError as error:
-                said = str(error).partition(". ")[0]  # what was made goes with the error, so only then is there room
+                said = str(error).partition(". ")[0]  # memory is free only once the error and its traceback are
             if not self._network.save_memory():
                 break
-            logger.info("a row of %s tokens did not fit (%s): trying again, keeping less", f"{longest:,}", said)
+            logger.info("a row of %s tokens did not fit (%s): retrying with fewer activations", f"{longest:,}", said)
         raise DockyardError(
             f"a row of {longest:,} tokens does not fit the GPU's memory: {said}",
             hint="lower `--trainer.micro_batch_tokens`, give the engine less memory, or set `--trainer.offload true`",
         )
 
     def _accumulate(self, tree: Tree, totals: "_Totals") -> None:
-        """Add one tree's part of the loss to the gradients: its trunk forward, row after row, its trunk backward."""
+        """Add the gradients of one tree: prefix forward, each row forward and backward, prefix backward."""
         found = _Totals()
         sums: list[Tensor] = []
         references = self._references(tree)
-        with self._network.trunk(tree.trunk, max(len(row.token_ids) for row in tree.rows)) as trunk:
-            leaves = [trunk.hidden_PD] if trunk else []
+        with self._network.prefix(tree.prefix, max(len(row.token_ids) for row in tree.rows)) as prefix:
+            leaves = [prefix.hidden_PD] if prefix else []
             for row, reference_N in zip(tree.rows, references, strict=True):
-                total = self._loss(row, trunk, reference_N, found)
+                total = self._loss(row, prefix, reference_N, found)
                 _add(sums, torch.autograd.grad(total, [*self._trained, *leaves], materialize_grads=True))
-            if trunk:
-                _add(sums, trunk.grads(sums.pop(), self._trained))
+            if prefix:
+                _add(sums, prefix.grads(sums.pop(), self._trained))
         self._optimizer.add(sums)
         totals.add(**found.sums)
 
-    def _loss(self, row: PackedRow, trunk: PrefixPass | None, reference_N: Tensor | None, totals: "_Totals") -> Tensor:
-        scores = self._network.scores(row, self._temperature, trunk)
+    def _loss(self, row: PackedRow, prefix: PrefixPass | None, reference_N: Tensor | None, totals: "_Totals") -> Tensor:
+        scores = self._network.scores(row, self._temperature, prefix)
         batch = self._batch(row, scores.logprobs_N, reference_N)
         loss = batch_loss(batch, self._grpo)
         known_N = torch.from_numpy(~np.isnan(row.old_logprobs) | self._anchored).to(batch.recorded_N.device)
@@ -138,14 +138,14 @@ class Policy:
         return loss.total
 
     def _references(self, tree: Tree) -> Sequence[Tensor | None]:
-        """The logprobs of each row's trained tokens under the base model, if the loss has a use for them."""
+        """The logprobs of each row's trained tokens under the base model, if the loss uses them."""
         unknown = any(bool(np.isnan(row.old_logprobs).any()) for row in tree.rows)
         if self._grpo.kl_coef > 0 or (self._anchored and unknown):
             return self._network.reference(tree, self._temperature)
         return [None] * len(tree.rows)
 
     def _batch(self, row: PackedRow, logprobs_N: Tensor, reference_N: Tensor | None) -> Batch:
-        """A row's trained tokens under the weights that the loss compares."""
+        """The trained tokens of a row with the logprobs that the loss compares."""
         device = self.model.device
         present_N = logprobs_N.detach()
         recorded_N = torch.from_numpy(row.old_logprobs).to(device)
@@ -162,24 +162,24 @@ class Policy:
         )
 
     def logprobs(self, row: PackedRow) -> Tensor:
-        """Of a row's trained tokens, under the temperature they were sampled with."""
+        """The logprobs of a row's trained tokens, at the temperature they were sampled with."""
         return self._network.scores(row, self._temperature).logprobs_N
 
     def save_weights(self, folder: Path) -> None:
-        """Write what is trained as PEFT or transformers, vLLM and the Hub read it."""
+        """Write the trained weights in the format of PEFT or transformers."""
         checkpoint.save_weights(self.model, folder)
 
     def save(self, folder: Path) -> None:
-        """Write everything a resumed run needs."""
+        """Write a checkpoint."""
         checkpoint.save(folder, self.model, self._optimizer, self.version)
 
     def restore(self, folder: Path) -> None:
-        """Take up where `save` left off."""
+        """Restore a checkpoint."""
         self.version = checkpoint.restore(folder, self.model, self._optimizer)
 
 
 def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
-    """Of the update from version `step` on."""
+    """The learning rate of the update from version `step` to the next."""
     rise = min(1.0, (step + 1) / (config.warmup_steps + 1))
     fall = 1.0 - step / num_steps if config.schedule == "linear" else 1.0
     return config.lr * rise * fall
@@ -194,7 +194,7 @@ def _add(sums: list[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 class _Totals:
-    """Sums over the rows of one update, read from the device once."""
+    """Sums over the rows of one update, copied from the device once."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | float] = {}

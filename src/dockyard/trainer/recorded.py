@@ -1,4 +1,7 @@
-"""Rollouts from disk instead of new ones: a finished Harbor job, a run of ours, or a file of samples."""
+"""Rollouts that are read instead of sampled: a finished Harbor job, a Dockyard run, a file of samples, or text.
+
+`dockyard.convert` reads them. It imports Harbor, so it is imported when it is needed.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -6,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dockyard.config import GRPOConfig
-from dockyard.convert.conversation import conversations_of, without_malformed
-from dockyard.convert.rollouts import read_groups
-from dockyard.convert.tokenize import segments_of
 from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def load_groups(path: Path, renderer: Renderer, grpo: GRPOConfig) -> tuple[Group, ...]:
-    """The groups of rollouts at this path, those without a reward left out. An error if they can teach nothing.
+    """Read the groups at this path, without rollouts that have no reward. Raise an error if no group can be compared.
 
-    Nothing can be made in place of groups without a difference, so `dynamic_sampling` passes them over.
+    No further groups can be made, so `dynamic_sampling` leaves out groups whose rewards do not differ.
     """
+    from dockyard.convert.rollouts import read_groups
+
     found = [_rewarded(group) for group in read_groups(path, renderer)]
     groups = tuple(group for group in found if group.rollouts)
     if not any(len(group.rollouts) > 1 for group in groups):
@@ -37,7 +39,7 @@ def load_groups(path: Path, renderer: Renderer, grpo: GRPOConfig) -> tuple[Group
     useful = tuple(group for group in groups if has_signal(group, grpo))
     logger.info("%d groups in %s, %d of them with rewards that differ", len(groups), path, len(useful))
     if not useful:
-        logger.warning("in no task do the rewards differ: the policy will learn nothing")
+        logger.warning("the rewards of no task differ: the policy will not learn anything")
     return useful if useful and grpo.dynamic_sampling else groups
 
 
@@ -47,7 +49,7 @@ def _rewarded(group: Group) -> Group:
 
 @dataclass(slots=True, kw_only=True)
 class RecordedRollouts:
-    """Groups from disk, each once a pass, in an order of the seed's. Kept in the run as if it had made them."""
+    """Groups from disk, each once per pass, in an order that the seed decides. The run records them as its own."""
 
     groups: Sequence[Group]
     run: RunDir
@@ -75,7 +77,7 @@ class RecordedRollouts:
 
 @dataclass(slots=True)
 class TextRollouts:
-    """Rollouts of an endpoint that returns no token ids: what was said becomes tokens by the policy's own template."""
+    """Rollouts of an endpoint that returns no token ids. Their text is tokenized by the policy's chat template."""
 
     rollouts: Rollouts
     renderer: Renderer
@@ -88,7 +90,10 @@ class TextRollouts:
 
 
 def with_segments(rollout: Rollout, renderer: Renderer) -> Rollout:
-    """A rollout recorded as text, with the segments its text comes to."""
+    """Add segments to a rollout that was recorded as text."""
+    from dockyard.convert.conversation import conversations_of, without_malformed
+    from dockyard.convert.tokenize import segments_of
+
     segments: list[Segment] = []
     for conversation in map(without_malformed, conversations_of(rollout.exchanges)):
         try:

@@ -1,4 +1,4 @@
-"""W&B, TensorBoard and Trackio: told the numbers of each step under the names they have in `metrics.jsonl`.
+"""W&B, TensorBoard and Trackio: they get the metrics of each step under the names in `metrics.jsonl`.
 
 A missing package or key is an error before the first rollout. Whatever fails after that warns once, and training goes
 on without that tracker.
@@ -31,7 +31,7 @@ _PRIVATE = {
 
 
 class Tracker(Protocol):
-    """One place that numbers go to."""
+    """One destination of metrics."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -39,7 +39,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All that the settings name. None of them can stop a run."""
+    """The trackers that the settings name. An error in one of them does not stop the run."""
 
     def __init__(self, open_by_name: Mapping[str, Callable[[], Tracker]], *, since: int = -1) -> None:
         self._since = since
@@ -50,7 +50,7 @@ class Trackers:
                 self._open[name] = opened()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Tell a step's numbers, unless they were told before the run was resumed."""
+        """Send a step's metrics, unless they were sent before the run was resumed."""
         if step <= self._since:
             return
         finite = _finite(numbers)
@@ -59,7 +59,7 @@ class Trackers:
                 tracker.log(step, finite)
 
     def conclude(self, summary: Mapping[str, Any]) -> None:
-        """What the run came to, told at its end."""
+        """Set the summary that trackers get when the run ends."""
         self._summary = _finite(summary)
 
     def close(self, *, failed: bool) -> None:
@@ -71,9 +71,9 @@ class Trackers:
     def _excused(self, name: str) -> Generator[None]:
         try:
             yield
-        except Exception as error:  # whatever a tracker raises, the run matters more
+        except Exception as error:  # whatever a tracker raises must not stop the run
             self._open.pop(name, None)
-            logger.warning("%s failed, the run goes on without it: %s: %s", name, type(error).__name__, error)
+            logger.warning("%s failed, the run continues without it: %s: %s", name, type(error).__name__, error)
 
 
 def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
@@ -85,7 +85,7 @@ def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_trackers(config: TrackerConfig) -> None:
-    """Refuse what cannot work, before anything starts."""
+    """Raise an error if a tracker cannot work, before anything starts."""
     wanted = {"wandb": config.wandb, "tensorboard": config.tensorboard, "trackio": config.trackio}
     for name, value in wanted.items():
         if value and find_spec(name) is None:
@@ -104,7 +104,7 @@ def _check_wandb_key() -> None:
     try:
         found = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
-        raise UsageError(f"W&B does not take the key: {error}", hint="correct `WANDB_API_KEY`") from error
+        raise UsageError(f"W&B rejects the key: {error}", hint="correct `WANDB_API_KEY`") from error
     if not found:
         raise UsageError(
             "`tracker.wandb` is set, but there is no W&B key",
@@ -114,9 +114,9 @@ def _check_wandb_key() -> None:
 
 @contextmanager
 def open_trackers(config: RunConfig, run: RunDir) -> Generator[Trackers]:
-    """Those that the settings name, closed with the block."""
-    told = [int(line["step"] or 0) for line in run.read_metrics()]
-    trackers = Trackers(_wanted(config, run), since=max(told, default=-1))
+    """Open the trackers that the settings name, and close them with the block."""
+    sent = [int(line["step"] or 0) for line in run.read_metrics()]
+    trackers = Trackers(_wanted(config, run), since=max(sent, default=-1))
     try:
         yield trackers
     except BaseException:
@@ -187,7 +187,7 @@ class _Trackio:
         import trackio
 
         self._finish = trackio.finish
-        with redirect_stdout(sys.stderr):  # which it greets on; ours is for data
+        with redirect_stdout(sys.stderr):  # it prints a greeting, and stdout is for data
             self._run = trackio.init(
                 project,
                 name=f"{run.path.name}-{run.tracker_id}",
@@ -203,4 +203,4 @@ class _Trackio:
 
     def finish(self, summary: Mapping[str, float], *, failed: bool) -> None:
         with redirect_stdout(sys.stderr):
-            self._finish()  # not the run's own: that would be finished once more, and said so, at exit
+            self._finish()  # not the run's own `finish`: it would be called again, with a message, at exit

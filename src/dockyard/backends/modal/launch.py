@@ -5,6 +5,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import modal
 from grpclib.exceptions import StreamTerminatedError
 
 from dockyard.backends.modal.app import MOUNT, VOLUME, serve_policy, train_there, volume
-from dockyard.backends.modal.learner import open_relayed
+from dockyard.backends.modal.learner import RemoteLearner, open_remote_learner
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import RunDir
@@ -48,14 +49,12 @@ def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_name
     with modal.Dict.ephemeral() as board:
         call = PolicyCall(serve_policy.with_options(gpu=gpu, secrets=_named(secret_names)), board)
         model = sent(config.model.name)
+
+        def open_remote(run: RunDir) -> AbstractAsyncContextManager[RemoteLearner]:
+            return open_remote_learner(run, call.find, call.token, model=model, patience_s=_START_TIMEOUT_S)
+
         try:
-            run_training(
-                config,
-                run_dir=run_dir,
-                elsewhere=lambda run: open_relayed(
-                    run, call.find, call.token, model=model, patience_s=_START_TIMEOUT_S
-                ),
-            )
+            run_training(config, run_dir=run_dir, open_remote=open_remote)
         finally:
             call.end()
 

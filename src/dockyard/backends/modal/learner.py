@@ -1,5 +1,5 @@
-"""A learner on another machine. The run's folder here stays the truth: a policy that starts anew is given its last
-checkpoint and the updates since, from the recorded rollouts."""
+"""A learner on another machine. The run folder here stays authoritative: a policy that restarts is sent its last
+checkpoint, and the updates since then are replayed from the recorded rollouts."""
 
 import logging
 import shutil
@@ -14,7 +14,7 @@ from dockyard.config import RunConfig
 from dockyard.engine.relay import Find, Relay, RelayCall, RelayEngine
 from dockyard.run_dir.records import from_line, to_line
 from dockyard.run_dir.run import RecordedRollout, RunDir, step_phase
-from dockyard.trainer.loop import is_saved
+from dockyard.trainer.record import is_saved
 from dockyard.types import Group, Json, Rollout
 
 logger = logging.getLogger(__name__)
@@ -23,15 +23,15 @@ CHUNK = 2**20
 
 
 class _GoneError(Exception):
-    """The policy started anew while its files were read."""
+    """The policy restarted while its files were read."""
 
 
 @asynccontextmanager
-async def open_relayed(
+async def open_remote_learner(
     run: RunDir, find: Find, token: str, *, model: str, patience_s: float
-) -> AsyncGenerator["RelayedLearner"]:
-    """A learner for this run. `model` is the base model's name or folder over there."""
-    learner = RelayedLearner(run, find, token, model=model, patience_s=patience_s)
+) -> AsyncGenerator["RemoteLearner"]:
+    """Open a learner for this run. `model` is the name or folder of the base model on the other machine."""
+    learner = RemoteLearner(run, find, token, model=model, patience_s=patience_s)
     try:
         learner.engine = await RelayEngine.open(learner.relay)
         yield learner
@@ -39,8 +39,8 @@ async def open_relayed(
         await learner.relay.close()
 
 
-class RelayedLearner:
-    """Implements `ServedLearner`."""
+class RemoteLearner:
+    """Implements `Learner` by calls to a `LearnerHost`."""
 
     engine: RelayEngine
 
@@ -61,12 +61,12 @@ class RelayedLearner:
         return answer["metrics"]
 
     async def publish(self) -> None:
-        """The policy serves what it has learnt before it says so. Here an adapter is published once it is saved."""
+        """Mark the new version. The host serves it before `update` returns; adapters are written here once saved."""
         await self.engine.publish(Path(), self._version)
         self._publish_saved()
 
     async def checkpoint(self) -> None:
-        """Fetch everything, if it is time."""
+        """Fetch a checkpoint if one is due."""
         if not is_saved(self._config, self._version):
             return
         while True:
@@ -75,7 +75,7 @@ class RelayedLearner:
                     await self._fetch(folder)
                 break
             except _GoneError:
-                logger.warning("the policy started anew while it was saved: once more")
+                logger.warning("the policy restarted while it was saved: saving it again")
         self._run.checkpoints.keep_last(self._config.trainer.keep_last)
         self._publish_saved()
 
@@ -106,8 +106,8 @@ class RelayedLearner:
         for name, size in saved["files"].items():
             with (folder / name).open("wb") as file:
                 while file.tell() < size:
-                    wish = {"ticket": saved["ticket"], "name": name, "offset": file.tell()}
-                    part = await self.relay.call("read", wish)
+                    wanted = {"ticket": saved["ticket"], "name": name, "offset": file.tell()}
+                    part = await self.relay.call("read", wanted)
                     if part["data"] is None:
                         raise _GoneError
                     file.write(b64decode(part["data"]))
@@ -130,7 +130,7 @@ def _parts(folder: Path) -> Generator[tuple[str, int, bytes]]:
 
 
 def recorded_groups(run: RunDir, step: int) -> tuple[Group, ...]:
-    """What a step that is behind us learnt from."""
+    """The groups that an earlier step was trained on."""
     found = sorted(run.read_rollouts(step_phase(step)), key=lambda item: (item.group, item.rollout.attempt))
     parts = [tuple(item.rollout for item in items) for _, items in groupby(found, key=lambda item: item.group)]
     return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in parts)
@@ -141,12 +141,12 @@ def _update(step: int, groups: tuple[Group, ...]) -> Json:
 
 
 def _line(step: int, rollout: Rollout) -> str:
-    """What is learnt from, and nothing else."""
+    """A rollout without what training does not use."""
     bare = replace(rollout, untrusted=(), exchanges=())
     return to_line(RecordedRollout(phase=step_phase(step), group=0, rollout=bare)).decode()
 
 
 def read_groups(body: Json) -> tuple[Group, ...]:
-    """The groups that an update was sent with."""
+    """The groups in the body of an `update` call."""
     groups = [tuple(from_line(line.encode()).rollout for line in lines) for lines in body["groups"]]
     return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in groups if rollouts)

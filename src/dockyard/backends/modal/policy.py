@@ -1,6 +1,6 @@
-"""The far end of a `RelayedLearner`: a learner and its engine on a GPU, driven by the calls of one run.
+"""The other end of a `RemoteLearner`: a learner and its engine on a GPU, driven by the calls of one run.
 
-It keeps nothing: its folder is scratch, and what must last is fetched by the run.
+Its folder is temporary. The run fetches what must be kept.
 """
 
 import asyncio
@@ -21,17 +21,16 @@ from dockyard.engine.relay import read_request, write_generation
 from dockyard.engine.relay_server import Handler, RelayServer
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
-from dockyard.trainer.learner import Served, open_learner
-from dockyard.trainer.loop import PublishedPolicy
+from dockyard.trainer.learner import LocalLearner, open_embedded_learner
 from dockyard.types import Json
 
 logger = logging.getLogger(__name__)
 
 
 async def keep_policy(listener: socket.socket, token: str, *, idle_s: float) -> None:
-    """Serve one run's policy on this socket until nobody has asked for it for so long."""
+    """Serve one run's policy on this socket until there has been no call for `idle_s` seconds."""
     with TemporaryDirectory(prefix="dockyard-policy-") as scratch:
-        policy = HostedPolicy(Path(scratch))
+        policy = LearnerHost(Path(scratch))
         server = RelayServer(policy.handlers, token)
         try:
             await server.start(listener)
@@ -41,15 +40,15 @@ async def keep_policy(listener: socket.socket, token: str, *, idle_s: float) -> 
             await policy.close()
 
 
-class HostedPolicy:
-    """What the calls of a run do. Those that change the policy take turns."""
+class LearnerHost:
+    """Answers the calls of a run. Calls that change the policy run one at a time."""
 
     def __init__(self, scratch: Path) -> None:
         self._sent = scratch / "sent"
         self._sent.mkdir()
         self._run_dir = scratch / "run"
         self._stack = AsyncExitStack()
-        self._learner: PublishedPolicy | None = None
+        self._learner: LocalLearner | None = None
         self._engine: Engine | None = None
         self._saved: tuple[str, Path] | None = None
         self._turn = asyncio.Lock()
@@ -70,26 +69,26 @@ class HostedPolicy:
         await self._stack.aclose()
 
     async def _write(self, body: Json) -> Json:
-        """A part of a checkpoint to begin from."""
+        """Store a part of the checkpoint to start from."""
         with (self._sent / Path(body["name"]).name).open("wb" if body["offset"] == 0 else "r+b") as file:
             file.seek(body["offset"])
             file.write(b64decode(body["data"]))
         return {}
 
     async def _begin(self, body: Json) -> Json:
-        """Load the policy, if that has not happened yet."""
+        """Load the policy unless it is loaded already."""
         async with self._turn:
             learner = self._learner or await self._load(RunConfig.model_validate(body["config"]), body["checkpoint"])
             return {"version": learner.version}
 
-    async def _load(self, config: RunConfig, checkpoint: int | None) -> PublishedPolicy:
+    async def _load(self, config: RunConfig, checkpoint: int | None) -> LocalLearner:
         model_dir = await asyncio.to_thread(find_model, config.model.name)
         run = self._stack.enter_context(RunDir.create(self._run_dir, config, overwrite=True))
         if checkpoint is not None:
             with run.new_checkpoint(checkpoint) as folder:
                 for file in self._sent.iterdir():
                     file.rename(folder / file.name)
-        opening = open_learner(config, run, model_dir, logger.info, served=Served.HERE)
+        opening = open_embedded_learner(run, model_dir, logger.info)
         self._learner = learner = await self._stack.enter_async_context(opening)
         self._engine = learner.engine
         await learner.publish()
@@ -125,17 +124,17 @@ class HostedPolicy:
             return {"ticket": self._saved[0], "files": sizes}
 
     async def _read(self, body: Json) -> Json:
-        """A part of what was saved; None after a new start."""
+        """Return a part of a saved checkpoint; None if this process did not save it."""
         if self._saved is None or body["ticket"] != self._saved[0]:
             return {"data": None}
         with (self._saved[1] / Path(body["name"]).name).open("rb") as file:
             file.seek(body["offset"])
             return {"data": b64encode(file.read(CHUNK)).decode()}
 
-    def _opened_learner(self) -> PublishedPolicy:
-        assert self._learner is not None, "a run begins before it asks for anything"
+    def _opened_learner(self) -> LocalLearner:
+        assert self._learner is not None, "`begin` is the first call of a run"
         return self._learner
 
     def _opened_engine(self) -> Engine:
-        assert self._engine is not None, "a run begins before it asks for anything"
+        assert self._engine is not None, "`begin` is the first call of a run"
         return self._engine

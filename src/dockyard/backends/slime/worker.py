@@ -8,9 +8,8 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,16 +19,13 @@ from dockyard.backends.slime.classes import adapter_name
 from dockyard.collect.harbor_env_vars import hush
 from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
-from dockyard.engine.checks import ServerRequirements, check_logprobs
-from dockyard.engine.http import ModelServer
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.protocol import Engine
-from dockyard.engine.remote_engine import RemoteEngine, Served
-from dockyard.engine.sglang import SGLangWire
+from dockyard.engine.open import open_router
+from dockyard.engine.remote_engine import ServedModel
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.rollout.pool import Order, RolloutPool, rollout_seed
-from dockyard.rollout.trial import Attempt
+from dockyard.rollout.order import Attempt, Order, rollout_seed
+from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, eval_phase, settings_file, step_phase
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.order import due
@@ -91,25 +87,6 @@ class WorkerKey:
         )
 
 
-_RETRY_S = 600.0
-"""Engines that died are started again by SLiME, which takes its time."""
-
-
-@asynccontextmanager
-async def open_router(post: WorkerKey) -> AsyncGenerator[Engine]:
-    """An engine that samples from the newest weights, closed with the block."""
-    server, wire = ModelServer(post.router_url, retry_s=_RETRY_S), SGLangWire(tells_versions=True, adapter=post.adapter)
-    served = Served(name=post.model, context_length=post.context_length)
-    engine = RemoteEngine(server, wire, served)
-    try:
-        wanted = ServerRequirements.of(post.model, find_model(post.model, weights=False), lora_rank=0)
-        hint = "start the engines without `SGLANG_RETURN_ORIGINAL_LOGPROB` in their environment"
-        await check_logprobs(server, wire, served, wanted, hint=hint)
-        yield engine
-    finally:
-        await engine.close()
-
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
@@ -123,7 +100,8 @@ class RolloutWorker:
         self._key = key
         self.run = RunDir.join(key.run)
         self.config = self.run.config
-        self.renderer = Renderer.load(find_model(key.model, weights=False), self.config.model.name)
+        self._model_dir = find_model(key.model, weights=False)
+        self.renderer = Renderer.load(self._model_dir, self.config.model.name)
         self._tasks = read_task_list(key.run)
         self._started: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
         self._working: set[asyncio.Task[Any]] = set()
@@ -168,8 +146,10 @@ class RolloutWorker:
             self._loop.close()
 
     async def _serve(self) -> None:
+        key = self._key
+        model = ServedModel(name=key.model, context_length=key.context_length)
         async with (
-            open_router(self._key) as engine,
+            open_router(key.router_url, model, self._model_dir, adapter=key.adapter) as engine,
             open_pool(self.config, self.run, engine, self.renderer) as pool,
         ):
             self._opened.set_result(pool)

@@ -1,4 +1,4 @@
-"""Which tokens of a pool are taken, and by what. No torch: only numbers."""
+"""The allocator of the KV pool: which tokens of it are in use, and by which sequence. It does not need torch."""
 
 from bisect import insort
 from collections import OrderedDict
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from dockyard.types import IntArray, common_prefix
 
 _ALIGNMENT = 16
-"""Regions begin at multiples of it: where memory is aligned otherwise, products may differ in their last digit."""
+"""Regions start at multiples of it: with another alignment, products may differ in the last digit."""
 
 
 def rounded_up(num_tokens: int) -> int:
-    """To whole units of a region."""
+    """Round up to whole units of a region."""
     return -(-num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -28,7 +28,7 @@ class Region:
 
 
 class Regions:
-    """A line of tokens, parts of which are taken."""
+    """The tokens of a pool, parts of which are in use."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -39,13 +39,13 @@ class Regions:
         return sum(hole.size for hole in self._holes)
 
     def grow(self, size: int) -> None:
-        """Make the line this long."""
+        """Grow the pool to this size."""
         added = Region(self.size, size)
         self.size = size
         self.give_back(added)
 
     def take(self, num_tokens: int) -> Region | None:
-        """A region for so many tokens out of the smallest hole that has them, or None."""
+        """Allocate a region for `num_tokens` from the smallest gap that fits; None if there is none."""
         size = rounded_up(num_tokens)
         holes = [hole for hole in self._holes if hole.size >= size]
         if not holes:
@@ -54,7 +54,7 @@ class Regions:
         return self._cut(hole, Region(hole.start, hole.start + size))
 
     def extend(self, region: Region, num_tokens: int) -> Region | None:
-        """The same region with room for so many tokens, if what comes after it is free."""
+        """Extend a region in place if the tokens after it are free; None otherwise."""
         longer = Region(region.start, region.start + rounded_up(num_tokens))
         if longer.stop <= region.stop:
             return region
@@ -65,7 +65,7 @@ class Regions:
         return None
 
     def shrink(self, region: Region, num_tokens: int) -> Region:
-        """The beginning of a region; the rest is free again."""
+        """Shrink a region to its beginning and free the rest."""
         shorter = Region(region.start, region.start + rounded_up(num_tokens))
         self.give_back(Region(shorter.stop, region.stop))
         return shorter
@@ -88,14 +88,14 @@ class Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A sequence whose keys and values lie at the beginning of a region."""
+    """A sequence whose keys and values are at the beginning of a region."""
 
     ids: IntArray
     region: Region
 
 
 class Finished:
-    """Sequences that stay in the pool after their request, for prompts that begin with them; oldest first."""
+    """Sequences that stay in the pool after their request, as a prefix cache; least recently used first."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, Known] = OrderedDict()
@@ -105,12 +105,12 @@ class Finished:
         return iter(self._known.values())
 
     def add(self, known: Known) -> None:
-        """As the newest."""
+        """Add a sequence as the most recently used."""
         self._known[known.region.start] = known
         self.num_tokens += known.region.size
 
     def touch(self, known: Known) -> None:
-        """It was of use, so it goes last."""
+        """Mark a sequence as the most recently used."""
         self._known.move_to_end(known.region.start)
 
     def remove(self, known: Known) -> None:
@@ -127,19 +127,19 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What is known of a prompt: its first `length` tokens are those of `known`."""
+    """The cached prefix of a prompt: its first `length` tokens are those of `known`."""
 
     length: int
     known: Known
 
     @property
     def whole(self) -> bool:
-        """Whether all that is known is of use, as when a rollout comes back with its next turn."""
+        """Whether the whole cached sequence is used, as when a rollout continues with its next turn."""
         return self.length == len(self.known.ids)
 
 
 def longest_beginning(ids: IntArray, sources: list[Known]) -> Beginning | None:
-    """The source with most of what `ids` begins with; never all of it, since one token must be run."""
+    """The source with the longest prefix of `ids`, but never all of it, because one token must be computed."""
     best = None
     for known in sources:
         length = common_prefix(known.ids, ids[:-1])

@@ -19,11 +19,11 @@ from dockyard.engine.embedded.kv import SCRATCH, KVShape
 from dockyard.engine.embedded.model import Packed, fused
 
 _BLOCK = 512
-"""Tokens whose probabilities are first summed: only one block a row is looked at one by one."""
+"""Tokens in a block. Blocks are summed first, and only one block per row is searched token by token."""
 
 
 def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> tuple[list[int], list[float]]:
-    """Draw one token a row by inverting its cumulative distribution at a number in [0, 1).
+    """Sample one token per row by inverting its cumulative distribution at a number in [0, 1).
 
     Returns the tokens and their logprobs under the distribution they were drawn from, which is certain (0) for
     temperature 0.
@@ -34,7 +34,7 @@ def sample(logits_BV: Tensor, temperatures: list[float], draws: list[float]) -> 
 
 
 def draw(logits_BV: Tensor, temperatures_B: Tensor, draws_B: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample` without leaving the device; the random numbers are float64."""
+    """`sample` on the device, with random numbers in float64."""
     greedy_B = temperatures_B == 0
     scale_B1 = torch.where(greedy_B, 1.0, temperatures_B).float()[:, None]
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
@@ -44,7 +44,7 @@ def draw(logits_BV: Tensor, temperatures_B: Tensor, draws_B: Tensor) -> tuple[Te
 
 
 def _invert(probabilities_BV: Tensor, draws_B: Tensor) -> Tensor:
-    """The token at which each row's cumulative probability passes its draw."""
+    """The token at which each row's cumulative probability exceeds its random number."""
     size = probabilities_BV.shape[1]
     blocks_BNK = pad(probabilities_BV, (0, -size % _BLOCK)).unflatten(1, (-1, _BLOCK))
     sums_BN = blocks_BNK.sum(-1, dtype=torch.float64)
@@ -55,10 +55,10 @@ def _invert(probabilities_BV: Tensor, draws_B: Tensor) -> Tensor:
 
 
 def _find(weights_BN: Tensor, draws_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Which weight each draw in [0, 1) falls on, never one that is 0, and how far into it, again from 0 to 1."""
+    """The weight that each number in [0, 1) falls on, never one that is 0, and the position inside it in [0, 1)."""
     ends_BN = weights_BN.cumsum(-1)
     target_B1 = draws_B1 * ends_BN[:, -1:]
-    last_B1 = (ends_BN < ends_BN[:, -1:]).sum(-1, keepdim=True)  # the last that is not 0: rounding may pass it
+    last_B1 = (ends_BN < ends_BN[:, -1:]).sum(-1, keepdim=True)  # the last that is not 0, which rounding may exceed
     found_B1 = torch.searchsorted(ends_BN, target_B1, right=True).minimum(last_B1)
     weight_B1 = weights_BN.gather(1, found_B1)
     begins_B1 = ends_BN.gather(1, found_B1) - weight_B1
@@ -71,60 +71,60 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """A sequence that is to have one more token."""
+    """A sequence that gets one more token."""
 
     token_id: int
-    """Its last so far, which is run."""
+    """Its last token so far, which this step computes."""
     start: int
-    """Where it begins in the pool."""
+    """Its start in the pool."""
     length: int
-    """With that token."""
+    """Its length including that token."""
     temperature: float
     draw: float
-    """In [0, 1)."""
+    """A random number in [0, 1)."""
 
 
 _NOBODY = Next(token_id=0, start=SCRATCH.start, length=1, temperature=1.0, draw=0.0)
 
 
-class Model(Protocol):
-    """Writes to the pool what it runs."""
+class PackedModel(Protocol):
+    """Computes packed tokens and writes their keys and values to the pool."""
 
     def logits(self, packed: Packed) -> Tensor: ...
 
 
 class Recorder(Protocol):
-    """Makes something that does the same work again, faster if it can."""
+    """Records work so that it can be repeated, faster if possible."""
 
     def __call__(self, work: Work) -> Work: ...
 
 
 class Unrecorded:
-    """For CPUs: to do it again is to do it."""
+    """Records nothing, for CPUs."""
 
     def __call__(self, work: Work) -> Work:
         return work
 
 
 class CudaGraphs:
-    """Records work as CUDA graphs, whose memory for what lies between they share."""
+    """Records work as CUDA graphs, which share the memory of intermediate results."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
         self._works = True
 
     def __call__(self, work: Work) -> Work:
-        for _ in range(2):  # what is made on first use must be there before; a step does no harm when done again
+        for _ in range(2):  # lazy initialisation must happen before; repeating a step is harmless
             work()
         if not self._works:
             return work
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         try:
-            # Other threads, the trainer's, may go on with theirs meanwhile.
+            # Other threads, such as the trainer's, may use the GPU meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                 work()
-        except RuntimeError as error:  # a model that asks the GPU for numbers on its way, as some mixtures do
+        except RuntimeError as error:  # the model synchronises with the GPU, as some mixtures do
             self._works = False
             logger.warning("decoding without CUDA graphs, which this model does not allow: %s", str(error)[:200])
             return work
@@ -132,9 +132,9 @@ class CudaGraphs:
 
 
 class _Step:
-    """For one batch size: the tensor that is filled, and the one that is read."""
+    """The buffers of one batch size: the tensor that is filled, and the one that is read."""
 
-    def __init__(self, model: Model, size: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, model: PackedModel, size: int, max_length: int, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._limits = torch.tensor([1, max_length, 0])
@@ -165,18 +165,18 @@ class _Step:
 
 
 class Steps:
-    """Decodes; each size of a batch is recorded when it first comes."""
+    """Decodes. Each batch size is recorded when it is first used."""
 
     def __init__(
         self,
-        model: Model,
+        model: PackedModel,
         device: torch.device,
         recorder: Callable[[], Recorder],
         *,
         sizes: Sequence[int],
         lengths: Sequence[int],
     ) -> None:
-        """`sizes` of batches and `lengths` of sequences are those that are recorded, the last being the most."""
+        """`sizes` of batches and `lengths` of sequences are those to record, in ascending order."""
         self._model = model
         self._device = device
         self._recorder = recorder
@@ -186,7 +186,7 @@ class Steps:
         self._steps: dict[tuple[int, int], tuple[_Step, Work]] = {}
 
     def run(self, rows: Sequence[Next], num_shared: int = 0) -> tuple[list[int], list[float]]:
-        """Each sequence's next token and its logprob. They all begin with the same `num_shared` tokens."""
+        """The next token of each sequence and its logprob. All sequences share their first `num_shared` tokens."""
         size = _at_least(len(rows), self._sizes)
         length = _at_least(max(row.length for row in rows), self._lengths)
         if (size, length) not in self._steps:
@@ -198,21 +198,21 @@ class Steps:
         return step.read(len(rows))
 
     def forget(self) -> None:
-        """What was recorded is void: the pool or the weights lie elsewhere."""
+        """Discard recordings, after the pool or the weights have moved in memory."""
         self._steps.clear()
-        self._record = self._recorder()  # the memory that recordings share goes with the last of them
+        self._record = self._recorder()  # frees the memory that recordings share
 
 
 def _at_least(wanted: int, choices: Sequence[int]) -> int:
     return choices[bisect_left(choices, wanted)]
 
 
-def steps_for(model: Model, shape: KVShape, max_batch: int, max_length: int) -> Steps:
-    """Those of a device."""
+def steps_for(model: PackedModel, shape: KVShape, max_batch: int, max_length: int) -> Steps:
+    """The steps for the device of the pool."""
     if shape.device.type != "cuda":
         sizes = range(1, max_batch + 1)
         return Steps(model, shape.device, Unrecorded, sizes=sizes, lengths=[max_length])
-    # The fused kernel only divides its work by the longest length; others do as much as that length has.
+    # The fused kernel only partitions its work by the longest length; others compute all of that length.
     first, factor = (1024, 4) if fused(shape.device, shape.dtype, shape.head_dim) else (256, 2)
     lengths = few_lengths(max_length, first=first, factor=factor)
     return Steps(model, shape.device, CudaGraphs, sizes=few_sizes(max_batch), lengths=lengths)

@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model decoded in a thread of this process, on a CPU or one GPU.
 
 Requests join and leave the batch at every token. New weights take effect between two tokens: everything computed
-under the old ones is thrown away, and requests in flight run their tokens so far through the new weights.
+under the old weights is discarded, and requests in progress recompute their tokens so far with the new ones.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class _Close:
 class TransformersEngine:
     """Implements `Engine` over a causal language model of transformers, with or without a PEFT adapter.
 
-    It has one version of the weights: a request that is under way when another is published goes on with that.
+    It has one version of the weights: a request in progress continues with a new version once that is published.
     """
 
     def __init__(self, model: Any, config: EngineConfig, version: int = 0) -> None:
@@ -72,7 +72,7 @@ class TransformersEngine:
 
     @property
     def counts(self) -> Counts:
-        """What it has done so far."""
+        """Counts of its work so far."""
         return self._batch.counts
 
     async def generate(self, request: GenerateRequest) -> Generation | ContextOverflow:
@@ -94,7 +94,7 @@ class TransformersEngine:
 
     def _send(self, message: "DecodeRequest | _Publish") -> None:
         self._inbox.put(message)
-        # Only now: whoever died before this line is seen here, and whoever dies after it answers what is in the inbox.
+        # Checked after putting: a thread that died before is seen here, and one that dies later answers its inbox.
         if self._death is not None:
             raise self._death
 
@@ -102,11 +102,11 @@ class TransformersEngine:
 
     def _serve(self) -> None:
         try:
-            # On a stream of its own: on the usual one each token would wait for all that the trainer has queued there.
+            # On its own stream: on the default one each token would wait for the work that the trainer has queued.
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 while self._take_messages():
                     self._batch.advance()
-        except Exception as error:  # whatever stopped the thread must reach those who wait for it
+        except Exception as error:  # whatever stopped the thread is raised in waiting calls
             death = EngineError(f"the embedded engine stopped: {error!r}", hint="run again with --debug")
             death.__cause__ = error
             self._die(death)
@@ -127,7 +127,7 @@ class TransformersEngine:
                 message.done.set_exception(error)
 
     def _take_messages(self) -> bool:
-        """Read the inbox, waiting only when there is nothing to decode. False when the engine is to end."""
+        """Read the inbox, waiting only if there is nothing to decode. Returns False if the engine should end."""
         block = self._batch.idle
         while True:
             try:
@@ -143,10 +143,10 @@ class TransformersEngine:
             block = False
 
     def _load(self, message: _Publish) -> None:
-        awaited = message.done.set_running_or_notify_cancel()  # from here on it can no longer be cancelled
+        awaited = message.done.set_running_or_notify_cancel()  # after this it cannot be cancelled
         try:
             model = load_weights(self._model.model, message.folder)
-        except Exception as error:  # the caller of publish is told; the old weights stay
+        except Exception as error:  # raised in the caller of `publish`; the old weights stay
             self._batch.start_over(self._model.model, self._version)
             if awaited:
                 message.done.set_exception(error)
@@ -158,17 +158,17 @@ class TransformersEngine:
 
 
 def _context_length(config: EngineConfig, model_length: int, pool_length: int) -> int:
-    wish = min(config.context_length or model_length, model_length)
-    if config.context_length is not None and pool_length < wish:
+    wanted = min(config.context_length or model_length, model_length)
+    if config.context_length is not None and pool_length < wanted:
         raise EngineError(
-            f"`engine.context_length` is {wish:,} tokens, and there is memory for keys and values of {pool_length:,}",
+            f"`engine.context_length` is {wanted:,} tokens, and there is memory for keys and values of {pool_length:,}",
             hint=f"`--engine.context_length {pool_length}`, or more memory by `--engine.kv_cache_gb`",
         )
-    return min(wish, pool_length)
+    return min(wanted, pool_length)
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One that goes on from where the weights are ready."""
+    """A new stream that waits until the weights are ready."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)

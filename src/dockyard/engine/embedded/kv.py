@@ -1,7 +1,7 @@
-"""Keys and values of the requests being decoded, and of finished ones that later prompts may begin with.
+"""The KV pool: keys and values of requests being decoded, and of finished ones as a prefix cache.
 
-One pool of tokens in every layer; each sequence owns a region of it and fills it from the left. Everything in it
-belongs to one version of the weights; the engine clears it when new weights arrive.
+Every layer has a pool of tokens. Each sequence owns a region and fills it from the left. All of it belongs to one
+version of the weights; the engine clears it when new weights arrive.
 """
 
 import math
@@ -18,7 +18,7 @@ from dockyard.engine.embedded.allocator import Finished, Known, Region, Regions,
 from dockyard.types import IntArray
 
 SCRATCH = Region(0, 16)
-"""Belongs to nobody: where a pass writes whose batch is larger than its requests."""
+"""A region without an owner, for the unused rows of a batch."""
 _FIRST_TOKENS = 1024
 _ALIGNMENT = 64
 """Bytes."""
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's keys and values look like in one layer."""
+    """The shape of one token's keys and values in one layer."""
 
     num_layers: int
     num_heads: int
@@ -41,22 +41,22 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """In tokens."""
+    """The size of a pool in tokens."""
 
     first: int
-    """When the first request comes."""
+    """At the first request."""
     most: int
     finished: int
-    """Of sequences that stay after their request."""
+    """The most tokens of finished sequences that are kept."""
 
     @property
     def longest(self) -> int:
-        """Of a sequence that has the pool to itself."""
+        """The longest sequence that fits if it has the pool to itself."""
         return max(0, self.most - SCRATCH.size)
 
 
 def pool_size(shape: KVShape, config: EngineConfig) -> PoolSize:
-    """A pool begins large: growing it copies it, and what a GPU has recorded is recorded again."""
+    """The size of a pool. It starts large, because growing copies it and invalidates CUDA graphs."""
     most_bytes = _automatic_bytes(shape.device) if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30)
     most = most_bytes // shape.token_bytes // SCRATCH.size * SCRATCH.size
     first = min(config.max_batch * _FIRST_TOKENS, most // 4)
@@ -65,22 +65,22 @@ def pool_size(shape: KVShape, config: EngineConfig) -> PoolSize:
 
 
 def _automatic_bytes(device: torch.device) -> int:
-    """Half of the memory that is free on a GPU, or that a machine has."""
+    """Half of the free memory of a GPU, or half of a machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class KVPool:
-    """Hands out regions. It grows as far as it may, then forgets finished sequences."""
+    """Allocates regions. It grows up to its limit, then evicts finished sequences."""
 
     def __init__(self, shape: KVShape, size: PoolSize) -> None:
         self.shape = shape
         self._size = size
         self.layers: list[Tensor] = [self._empty(0) for _ in range(shape.num_layers)]
-        """Of each layer `[keys and values, tokens, heads, dim]`."""
+        """The tensor of each layer: `[keys and values, tokens, heads, dim]`."""
         self.num_moves = 0
-        """How often the layers were laid out anew: whatever remembers their addresses is void."""
+        """How often the tensors were reallocated, which invalidates recorded addresses."""
         self._regions = Regions()
         self._finished = Finished()
         self._begin()
@@ -91,7 +91,7 @@ class KVPool:
 
     @property
     def num_tokens(self) -> int:
-        """As it is laid out now."""
+        """The current size."""
         return self._regions.size
 
     @property
@@ -99,14 +99,14 @@ class KVPool:
         return self._regions.num_free
 
     def take(self, num_tokens: int, *, besides: Known | None = None) -> Region | None:
-        """Room for a sequence, or None. Finished sequences may be forgotten for it, `besides` is not."""
+        """Allocate a region, evicting finished sequences other than `besides` if necessary; None if it does not fit."""
         while (region := self._regions.take(num_tokens)) is None:
             if not self._grow(rounded_up(num_tokens)) and not self._forget_oldest(besides):
                 return None
         return region
 
     def resize(self, region: Region, used: int, num_tokens: int) -> Region | None:
-        """Room for a longer sequence whose first `used` tokens are in this region, or None, and it stays its own."""
+        """Extend or move a region whose first `used` tokens are in use; None if that fails, and it is unchanged."""
         if (longer := self._regions.extend(region, num_tokens)) is not None:
             return longer
         if (longer := self.take(num_tokens)) is None:
@@ -116,7 +116,7 @@ class KVPool:
         return longer
 
     def copy(self, source: Region, target: Region, num_tokens: int) -> None:
-        """The first tokens of one region to the beginning of another."""
+        """Copy the first tokens of one region to the beginning of another."""
         for layer in self.layers:
             known = layer[:, source.start : source.start + num_tokens]
             layer[:, target.start : target.start + num_tokens] = known
@@ -125,7 +125,7 @@ class KVPool:
         self._regions.give_back(region)
 
     def keep(self, ids: IntArray, region: Region) -> None:
-        """This sequence's request is done; prompts that begin like it may come."""
+        """Keep a sequence whose request is done, for prompts that begin with it."""
         if len(ids) == 0 or self._size.finished < rounded_up(len(ids)):
             self.give_back(region)
             return
@@ -134,15 +134,15 @@ class KVPool:
             self._forget_oldest(None)
 
     def touch(self, known: Known) -> None:
-        """A finished sequence was of use."""
+        """Mark a finished sequence as recently used."""
         self._finished.touch(known)
 
     def withdraw(self, known: Known) -> None:
-        """A finished sequence goes on: its region is the caller's now."""
+        """Give the region of a finished sequence to the caller, who continues it."""
         self._finished.remove(known)
 
     def clear(self) -> None:
-        """Forget everything, whoever owns it."""
+        """Free everything, including regions in use."""
         self._finished.clear()
         self._regions = Regions()
         self._begin()
@@ -154,7 +154,7 @@ class KVPool:
             self._regions.take(SCRATCH.size)
 
     def _grow(self, num_tokens: int) -> bool:
-        """Lay out a larger pool, with a hole of this size if it may be that large. False when it cannot be larger."""
+        """Grow the pool, by a gap of this size if the limit allows it. Returns False if it cannot grow."""
         old = self._regions.size
         size = min(max(2 * old, (old or SCRATCH.size) + num_tokens, self._size.first), self._size.most)
         if size <= old:
@@ -163,7 +163,7 @@ class KVPool:
             for index, layer in enumerate(self.layers):
                 self.layers[index] = self._empty(size)
                 self.layers[index][:, :old] = layer[:, :old]
-        except torch.OutOfMemoryError:  # the layers that did grow are larger than needed, which does no harm
+        except torch.OutOfMemoryError:  # layers that did grow are larger than needed, which is harmless
             return False
         finally:
             self.num_moves += 1
@@ -173,7 +173,7 @@ class KVPool:
         return True
 
     def _empty(self, num_tokens: int) -> Tensor:
-        """Zeros: what nobody has written yet may be multiplied by 0, and must not be infinite."""
+        """Zeros: tokens that are not written yet may be multiplied by 0, and must not be infinite."""
         size = (2, num_tokens, self.shape.num_heads, self.shape.head_dim)
         if num_tokens and self.shape.device.type == "cpu":
             return _untouched_zeros(math.prod(size) * self.shape.dtype.itemsize).view(self.shape.dtype).view(size)

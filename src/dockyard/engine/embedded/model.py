@@ -1,9 +1,9 @@
 """A causal language model whose layers keep keys and values in the pool of `kv`.
 
-One pass runs several sequences at once, each attending to its own region. New keys and values are written first. A
-fused kernel that takes sequence offsets needs no copies; elsewhere each sequence is attended to by itself. On a CPU
-small models keep a second copy of their weights in oneDNN's blocked layout, which multiplies a few rows two to four
-times as fast as MKL.
+One pass computes several sequences, each attending to its own region. New keys and values are written first. The fused
+kernel takes sequence offsets and needs no copies; without it, sequences are computed one by one. On a CPU small models
+keep a second copy of their weights in oneDNN's blocked layout, which multiplies a few rows two to four times as fast
+as MKL.
 """
 
 from collections.abc import Sequence
@@ -20,38 +20,46 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dockyard.engine.embedded.kv import SCRATCH, KVPool
+from dockyard.engine.torch_internals import (
+    block_weight,
+    blocked_linear,
+    cpu_flash_forward,
+    flash_forward,
+    mark_dynamic,
+    original_call,
+    replace_call,
+)
 from dockyard.engine.weights import num_weights, worth_compiling
 from dockyard.types import IntArray
 
 NAME = "dockyard"
-"""Under which transformers knows it."""
+"""The name under which it is registered with transformers."""
 _QUERIES = 1024
-"""How many are compared with all keys at once where that takes a mask."""
-_aten: Any = torch.ops.aten
+"""Queries that are compared with all keys at once if that needs a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The new tokens of some sequences, one after the other, as the model takes them."""
+    """The new tokens of some sequences, concatenated, as the model takes them."""
 
     token_ids_1T: Tensor
     positions_1T: Tensor
     slots_T: Tensor
-    """Where in the pool each token's keys and values go."""
+    """The place of each token's keys and values in the pool."""
     rows_3R: Tensor
-    """Of each sequence: its first new token, where it begins in the pool, its length with the new tokens.
+    """Of each sequence: the index of its first new token, its start in the pool, its length with the new tokens.
 
-    The first of these has one more entry, the number of tokens, and so the others have one that means nothing.
+    The first of these has one more entry, the number of tokens; the last entry of the others is unused.
     """
     limits: Tensor
-    """On the CPU: at least the most new tokens and the most tokens that any sequence has, and a common prefix.
+    """On the CPU: upper bounds of the new tokens and of the length of any sequence, and the length of a common prefix.
 
-    So many tokens all sequences begin with, and so many keys and values of theirs in the pool are the same.
+    The keys and values of the common prefix are the same for all sequences.
     """
 
 
 def fused(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashAttention as torch has it takes this."""
+    """Whether torch's FlashAttention supports this device, number format and head size."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -67,7 +75,7 @@ def attend(
     limits: Tensor,
     scale: float,
 ) -> Tensor:
-    """Write the new keys and values; return what each new token gets from those it sees."""
+    """Write the new keys and values to the pool, and return the attention output of each new token."""
     pool_2SGD[0].index_copy_(0, slots_T, k_TGD)
     pool_2SGD[1].index_copy_(0, slots_T, v_TGD)
     if fused(q_THD.device, q_THD.dtype, q_THD.shape[2]):
@@ -80,18 +88,20 @@ def attend(
 
 
 def _flash(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, limits: Tensor, scale: float) -> Tensor:
-    """Regions need not be adjacent: with lengths given, the kernel takes the bounds of keys as beginnings only."""
+    """Attention over regions that need not be adjacent, by the fused kernel."""
     bounds_R, starts_R, lengths_R = rows_3R
     max_q, max_k, _ = limits.tolist()
-    return _aten._flash_attention_forward(
-        *(q_THD, pool_2SGD[0], pool_2SGD[1], bounds_R, starts_R, max_q, max_k, 0.0, True, False),
+    out_THD, _ = flash_forward(
+        *(q_THD, pool_2SGD[0], pool_2SGD[1], bounds_R, starts_R, max_q, max_k),
+        causal=True,
         scale=scale,
-        seqused_k=lengths_R[:-1],
-    )[0]
+        k_lengths=lengths_R[:-1],
+    )
+    return out_THD
 
 
 def _gathered(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, max_k: int, scale: float) -> Tensor:
-    """One new token each: all sequences side by side in a copy. Nothing of it asks the GPU for a number."""
+    """Attention of one new token each, over a padded copy of all sequences, without synchronising with the GPU."""
     heads = pool_2SGD.shape[2]
     starts_R1, lengths_R1 = rows_3R[1:, :-1, None].long()
     columns_K = torch.arange(max_k, device=q_RHD.device)
@@ -106,11 +116,11 @@ def _gathered(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, max_k: int, sca
 
 
 def _one_token_each(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared: int, scale: float) -> Tensor:
-    """The query heads that share a key head become that head's query positions, so that nothing is copied."""
+    """Attention of one new token each. Query heads that share a key head become query positions, to avoid copies."""
     _, starts, lengths = (numbers[: len(q_RHD)] for numbers in rows_3R.tolist())
     q_RGqD = q_RHD.unflatten(1, (pool_2SGD.shape[2], -1))
     num_own = len(starts) * (max(lengths) - num_shared)
-    if num_shared + 2 * num_own < sum(lengths):  # what is copied is read and written
+    if num_shared + 2 * num_own < sum(lengths):  # a copy is read and written
         return _over_prefix(q_RGqD, pool_2SGD, rows_3R, num_shared, scale).flatten(1, 2)
     keys_1GSD, values_1GSD = pool_2SGD.transpose(1, 2)[:, None]
     outs: list[Tensor] = []
@@ -121,7 +131,7 @@ def _one_token_each(q_RHD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_share
 
 
 def _over_prefix(q_RGqD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared: int, scale: float) -> Tensor:
-    """Attention to a common prefix, read once for all sequences, joined with attention to what each has of its own."""
+    """Attention to a common prefix, read once for all sequences, combined with attention to the rest of each."""
     starts_R1, lengths_R1 = rows_3R[1:, :-1, None].long()
     first = int(starts_R1[0])
     prefix_2GPD = pool_2SGD[:, first : first + num_shared].transpose(1, 2)
@@ -143,7 +153,7 @@ def _over_prefix(q_RGqD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, num_shared:
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention on a CPU, and the log-sum-exp of each query's scores."""
     added = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    return cpu_flash_forward(q, k, v, causal=False, added_mask=added, scale=scale)
 
 
 def _one_by_one(q_THD: Tensor, pool_2SGD: Tensor, rows_3R: Tensor, scale: float) -> Tensor:
@@ -185,7 +195,7 @@ def pool_attention(
     limits: Tensor,
     scale: float,
 ) -> Tensor:
-    """`attend` as one operation that the compiler does not look into."""
+    """`attend` as one operation that is opaque to the compiler."""
     return attend(q_THD, k_TGD, v_TGD, pool_2SGD, slots_T, rows_3R, limits, scale).contiguous()
 
 
@@ -197,7 +207,7 @@ def _(q_THD: Tensor, *_: Any) -> Tensor:
 def _for_transformers(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **more: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention; the pool and where to look in it are what the layer was called with."""
+    """Attention as transformers calls it. The layer is called with the pool and the places in it."""
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     attention = pool_attention if torch.compiler.is_compiling() else attend
     where = more["pool"], more["slots"], more["rows"], more["limits"]
@@ -208,21 +218,20 @@ AttentionInterface.register(NAME, _for_transformers)
 
 
 _MOST_WEIGHTS = 10**9
-"""Of a model that is packed: 4 GB more."""
-_mkldnn: Any = torch.ops.mkldnn
+"""The largest model that is packed, which takes 4 GB more."""
 
 
 def worth_packing(model: Any) -> bool:
-    """Whether it is a small float32 model on a CPU for which torch has oneDNN."""
+    """Whether this is a small float32 model on a CPU that torch supports with oneDNN."""
     on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
     return on_cpu and torch.backends.mkldnn.is_available() and num_weights(model) < _MOST_WEIGHTS
 
 
 @torch.no_grad()
 def pack_linears(model: Any) -> None:
-    """Take over how the linear layers of a model are called, with the weights they have now.
+    """Replace how the linear layers of a model are called, with blocked copies of their current weights.
 
-    To be done again whenever these have changed.
+    This must be repeated whenever the weights change.
     """
     inside = {id(part) for module in model.modules() if isinstance(module, LoraLinear) for part in module.modules()}
     for module in model.modules():
@@ -242,8 +251,7 @@ def _merged(module: Any) -> Tensor:
 
 
 def _pack(module: Any, weight: Tensor, bias: Any) -> None:
-    packed = _mkldnn._reorder_linear_weight(weight)
-    module._compiled_call_impl = partial(_linear, packed, bias)
+    replace_call(module, partial(_linear, block_weight(weight), bias))
 
 
 def _is_plain(module: Any) -> bool:
@@ -251,28 +259,28 @@ def _is_plain(module: Any) -> bool:
     return type(module.get_base_layer()) is nn.Linear and not module.lora_variant and not module.merged
 
 
-def _linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return _mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _linear(blocked: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return blocked_linear(x, blocked, bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one sequence that are run together."""
+    """Tokens of one sequence that are computed in one pass."""
 
     token_ids: IntArray
     num_known: int
-    """Tokens before them, whose keys and values are in the pool."""
+    """The number of tokens before them, whose keys and values are in the pool."""
     start: int
-    """Where the sequence begins in the pool."""
+    """The start of the sequence in the pool."""
 
 
 _NOBODY = Piece(np.zeros(1, np.int32), 0, SCRATCH.start)
 
 
 def pack(pieces: Sequence[Piece], device: torch.device) -> Packed:
-    """Pieces as one pass takes them."""
+    """Pack pieces for one pass."""
     if device.type == "cuda":
-        pieces = [*pieces, _NOBODY]  # 1 is a size of its own for the compiler, so nothing is ever that small
+        pieces = [*pieces, _NOBODY]  # the compiler specialises on size 1, so there are always at least two
     counts = [len(piece.token_ids) for piece in pieces]
     lengths = [piece.num_known + count for piece, count in zip(pieces, counts, strict=True)]
     starts = [piece.start for piece in pieces]
@@ -289,23 +297,21 @@ def pack(pieces: Sequence[Piece], device: torch.device) -> Packed:
 
 
 def _run_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return layer._call_impl(*args, **kwargs)
+    return original_call(layer)(*args, **kwargs)
 
 
 class PooledModel:
-    """Takes over how a model's decoder layers are called: each is given its layer of the pool."""
+    """Replaces how a model's decoder layers are called: each gets its layer of the pool."""
 
     def __init__(self, model: Any, pool: KVPool) -> None:
         self.pool = pool
         self._packs = worth_packing(model)
-        self._run_layer: Any = _run_layer
         self._compiled = worth_compiling(model)
-        if self._compiled:
-            self._run_layer = torch.compile(_run_layer)
+        self._run_layer: Any = torch.compile(_run_layer) if self._compiled else _run_layer
         self.take_over(model)
 
     def take_over(self, model: Any) -> None:
-        """From now on it is this model, with or without adapters, that is run."""
+        """Run this model from now on, with or without adapters."""
         _narrow_adapters(model)
         self.model = model
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -314,15 +320,15 @@ class PooledModel:
         if self._packs:
             pack_linears(causal)
         for index, layer in enumerate(causal.get_decoder().layers):
-            layer._compiled_call_impl = partial(self._call, index, layer)
+            replace_call(layer, partial(self._call, index, layer))
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of all weights."""
+        """The memory addresses of all weights."""
         return tuple(parameter.data_ptr() for parameter in self.model.parameters())
 
     def logits(self, packed: Packed, wanted_N: Tensor | None = None) -> Tensor:
-        """Of these tokens of a pass, or of all; what was run is in the pool afterwards."""
+        """The logits of these tokens of a pass, or of all. Their keys and values are in the pool afterwards."""
         return self._causal(
             input_ids=packed.token_ids_1T,
             position_ids=packed.positions_1T,
@@ -342,16 +348,16 @@ class PooledModel:
 
 
 def _mark_lengths(hidden_1TD: Tensor, kwargs: dict[str, Any]) -> None:
-    """Tell the compiler which sizes differ from call to call, or it would compile for each."""
-    torch._dynamo.maybe_mark_dynamic(kwargs["slots"], 0)
+    """Tell the compiler which sizes differ from call to call; otherwise it would compile for each."""
+    mark_dynamic(kwargs["slots"], 0)
     by_token = (hidden_1TD, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ()))
     for value in (*by_token, kwargs["rows"], kwargs["pool"]):
         if value is not None:
-            torch._dynamo.maybe_mark_dynamic(value, 1)
+            mark_dynamic(value, 1)
 
 
 def _narrow_adapters(model: Any) -> None:
-    """Adapters in the model's own number format: they are trained in a wider one, but multiplied in this."""
+    """Convert adapters to the model's own number format, in which they are multiplied; training uses a wider one."""
     for name, parameter in model.named_parameters():
         if "lora_" in name and parameter.dtype != model.dtype:
             parameter.data = parameter.data.to(model.dtype)

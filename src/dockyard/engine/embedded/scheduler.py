@@ -1,7 +1,7 @@
-"""The requests that are decoded together: who runs when, and where in the pool.
+"""The scheduler: which requests are decoded together, when, and where in the pool.
 
-Prompts are run in passes of a bounded number of tokens, between which everybody else gets a token. Whoever finds no
-room in the pool waits; when those under way need more than there is, the youngest goes back to waiting.
+Prompts are computed in passes of a limited number of tokens, between which all other requests get a token. A request
+that does not fit in the pool waits. If requests in progress need more than there is, the youngest waits again.
 """
 
 import random
@@ -21,16 +21,16 @@ from dockyard.errors import EngineError
 from dockyard.types import Finish, IntArray, common_prefix
 
 _PASS_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""In one pass over prompts."""
+"""Tokens in one pass over prompts."""
 _SPARE_TOKENS = 256
-"""Room to append before a sequence needs a larger region."""
+"""Tokens that a region has spare, so that a sequence can grow."""
 _WORTH_WAITING = 16
-"""Tokens two prompts must share before one waits for the other's keys and values."""
+"""Tokens that two prompts must share for one to wait for the other's keys and values."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has done, and for how long it worked at it."""
+    """How much work an engine has done, and how long it took."""
 
     passes: int = 0
     pass_tokens: int = 0
@@ -41,7 +41,7 @@ class Counts:
 
 
 class DecodeRequest:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(self, request: GenerateRequest, max_new_tokens: int) -> None:
         self.request = request
@@ -54,7 +54,7 @@ class DecodeRequest:
         self._versions: list[int] = []
         self.region = Region(0, 0)
         self.num_run = 0
-        """How many of its tokens have their keys and values in the pool."""
+        """The number of its tokens whose keys and values are in the pool."""
 
     def __len__(self) -> int:
         return self.num_prompt + len(self._logprobs)
@@ -69,7 +69,7 @@ class DecodeRequest:
 
     @property
     def num_wanted(self) -> int:
-        """Tokens it is to have room for."""
+        """The number of tokens that its region should hold."""
         return min(len(self) + _SPARE_TOKENS, len(self._ids))
 
     def append(self, token_id: int, logprob: float, version: int) -> None:
@@ -99,10 +99,10 @@ class DecodeRequest:
 
 
 class Scheduler:
-    """Everything that is asked of an engine at a time."""
+    """All requests of an engine."""
 
     def __init__(self, model: PooledModel, steps: Steps, max_batch: int, version: int, *, shares: bool) -> None:
-        """`shares`: prompts that begin alike are to run that part once."""
+        """`shares`: compute a prefix that prompts share only once."""
         self._model = model
         self.pool: KVPool = model.pool
         self._steps = steps
@@ -125,14 +125,14 @@ class Scheduler:
         self._waiting.append(row)
 
     def advance(self) -> None:
-        """A pass over prompts, if there are any, then one token for everybody else."""
+        """Run a pass over prompts, if there are any, then decode one token of every other request."""
         self._drop_cancelled()
         self._admit()
         self._run_prompts()
         self._decode()
 
     def start_over(self, model: object, version: int) -> None:
-        """These are the weights from now on: nothing that was computed before holds."""
+        """Use new weights and discard everything that the old ones computed."""
         self.pool.clear()
         for row in self._rows:
             row.num_run, row.region = 0, Region(0, 0)
@@ -162,7 +162,7 @@ class Scheduler:
     # Who may join.
 
     def _admit(self) -> None:
-        """Give waiting requests a place in the batch and in the pool, first come first served."""
+        """Admit waiting requests to the batch and the pool, in the order of their arrival."""
         skipped: list[DecodeRequest] = []
         while self._waiting and len(self._rows) < self._max_batch:
             row = self._waiting.pop(0)
@@ -180,14 +180,14 @@ class Scheduler:
         return longest_beginning(row.ids, [*self.pool.finished, *(other.known for other in self._rows)])
 
     def _being_run(self, row: DecodeRequest) -> int:
-        """Tokens it shares with a prompt that has been admitted but not run as far."""
+        """The tokens it shares with an admitted prompt that are not computed yet."""
         others = (other for other in self._rows if other.num_run < len(other) - 1)
         return max((common_prefix(other.ids, row.ids[:-1]) for other in others), default=0)
 
     def _place(self, row: DecodeRequest, beginning: Beginning | None) -> bool:
-        """False when it must wait for room."""
+        """Admit a request. Returns False if it does not fit yet."""
         region = self._region_from(row, beginning) if beginning else self.pool.take(row.num_wanted)
-        if region is None and not self._rows:  # nobody will make room, so it gets all there is
+        if region is None and not self._rows:  # no other request will free memory, so it gets all there is
             beginning, region = None, self.pool.take(row.num_wanted)
         if region is None:
             if not self._rows:
@@ -198,7 +198,7 @@ class Scheduler:
         return True
 
     def _region_from(self, row: DecodeRequest, beginning: Beginning) -> Region | None:
-        """A region that holds what is known of a prompt. A finished sequence that goes on keeps its own."""
+        """A region with the cached prefix of a prompt. A finished sequence that continues keeps its own."""
         known, length = beginning.known, beginning.length
         is_finished = any(known is finished for finished in self.pool.finished)
         if is_finished and beginning.whole:
@@ -217,7 +217,7 @@ class Scheduler:
     # What is run.
 
     def _run_prompts(self) -> None:
-        """One pass over tokens that are not yet run, of those who have more than one."""
+        """Run a pass over the tokens of requests that have more than one to compute."""
         room, rows, pieces = self._pass_tokens, list[DecodeRequest](), list[Piece]()
         for row in self._rows:
             if room and len(row) - row.num_run > 1:
@@ -242,11 +242,11 @@ class Scheduler:
         self.counts.pass_s += time.perf_counter() - start
 
     def _decode(self) -> None:
-        """One token for everybody whose tokens but the last are run."""
+        """Decode one token of each request whose tokens are all computed but the last."""
         ready = [row for row in self._rows if row.num_run == len(row) - 1]
         for row in ready:
             self._make_room(row)
-        rows = [row for row in ready if row.region.size]  # room for one may have sent another back to waiting
+        rows = [row for row in ready if row.region.size]  # making room for one may have preempted another
         if not rows:
             return
         start = time.perf_counter()
@@ -260,13 +260,13 @@ class Scheduler:
         self.counts.step_s += time.perf_counter() - start
 
     def _num_shared(self, rows: list[DecodeRequest]) -> int:
-        """How many tokens all of them begin with, where that is of use; of each at least one is its own."""
+        """The length of their common prefix if it is worth using, at least one less than each sequence."""
         if not self._shares or self._device.type != "cpu" or len(rows) == 1:
             return 0
         return min(common_prefix(rows[0].ids[:-1], row.ids[:-1]) for row in rows[1:])
 
     def _make_room(self, row: DecodeRequest) -> None:
-        """For the token that it runs next, unless it is itself who must go back to waiting."""
+        """Make room for its next token, preempting the youngest request, which may be this one."""
         while 0 < row.region.size < len(row):
             if (region := self.pool.resize(row.region, row.num_run, row.num_wanted)) is not None:
                 row.region = region

@@ -27,7 +27,8 @@ from dockyard.gateway.accounting import SessionLimits
 from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.sessions import Sampling
 from dockyard.gateway.text_session import Recall, TextSession
-from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.rollout.order import Attempt
+from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.run import settings_file, trials_folder
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.folder import load_tasks

@@ -17,10 +17,10 @@ import verifiers.legacy as vf
 from datasets import Dataset
 
 from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
-from dockyard.collect.open import check_run, open_runner
-from dockyard.collect.policy import find, opened
+from dockyard.collect.open import check_run, find_model_files, open_runner, open_source
 from dockyard.config import RunConfig
-from dockyard.rollout.trial import Attempt, TrialRunner
+from dockyard.rollout.order import Attempt
+from dockyard.rollout.trial import TrialRunner
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout, Segment
 
@@ -31,7 +31,7 @@ class LegacyHarborEnvironment(vf.Environment):
     def __init__(self, config: RunConfig, tasks_dir: Path, trials_dir: Path) -> None:
         check_run(config)
         self._config = config
-        self._model = find(config)
+        self._model = find_model_files(config)
         self._tasks = load_tasks(tasks_dir)
         self._trials = Trials(self._open)
         self._trials_dir = trials_dir
@@ -87,8 +87,8 @@ class LegacyHarborEnvironment(vf.Environment):
     async def _open(self) -> AsyncGenerator[TrialRunner]:
         config = self._config
         async with (
-            opened(config, self._model) as policy,
-            open_runner(config, policy.engine, policy.renderer, trials=self._trials_dir) as runner,
+            open_source(config, self._model) as source,
+            open_runner(config, source.engine, source.renderer, trials=self._trials_dir) as runner,
         ):
             yield runner
 
