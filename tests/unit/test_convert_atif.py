@@ -9,7 +9,7 @@ from converting import agent, ids, trajectory, user
 
 from dockyard.convert.atif import UnreadableError, read_trajectory
 from dockyard.convert.trajectory import TrajectoryText, read_told
-from dockyard.gateway.messages import Message, ToolCall
+from dockyard.types import Message, ToolCall
 
 type Json = dict[str, Any]
 

@@ -14,10 +14,10 @@ from tool_templates import BASH
 
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.tokenize import segments_of
-from dockyard.gateway.messages import Message, Prompt, ToolCall
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.splice import without_tools
 from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.types import Message, Prompt, ToolCall
 
 THINKER = HERMES.replace(
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",

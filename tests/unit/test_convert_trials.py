@@ -11,16 +11,16 @@ from converting import agent, ids, runs, trajectory, user
 from finished_jobs import raised, write_trial
 from gateway_fakes import tiny, tiny_model, tiny_renderer, write_model
 
+from dockyard.chat_format import parse_exchange
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
 from dockyard.convert.read import count_trials, read_trials
 from dockyard.convert.samples import SampleNumbers, groups_of, samples_of
 from dockyard.convert.traces import write_traces
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
-from dockyard.types import Blame, Failure, IntArray, Json, Rollout, Segment
+from dockyard.types import Blame, Failure, IntArray, Json, Message, Rollout, Segment
 
 GO = user("please list the files in the folder and count the lines")
 STEPS = (GO, agent("ls"), user("a b"), agent("two"))
@@ -271,7 +271,7 @@ def test_the_rollouts_of_a_run_stay_as_they_were_recorded(run: RunDir):
 
 
 def test_a_run_in_text_mode_is_tokenised(run: RunDir):
-    run.write_rollout(ROLLOUTS, rollout(0, exchanges=(EXCHANGE,)))
+    run.write_rollout(ROLLOUTS, rollout(0, exchanges=(parse_exchange(EXCHANGE),)))
     [found] = read_trials(run.path, tiny_renderer())
     assert (found.exact, spoken(found)) == (False, ["ls<|im_end|>"])
 
@@ -371,7 +371,7 @@ def test_what_nobody_thought_of_costs_one_trial(tmp_path: Path, run: RunDir):
     tell(write_trial(tmp_path / "job", "a__1"), user("go"), agent("boom"))
     tell(write_trial(tmp_path / "job", "b__1"))
     for number, word in enumerate(("boom", "ls")):
-        exchange = EXCHANGE | {"reply": {"role": "assistant", "content": word}}
+        exchange = parse_exchange(EXCHANGE | {"reply": {"role": "assistant", "content": word}})
         run.write_rollout(ROLLOUTS, rollout(number, exchanges=(exchange,)))
     write_traces(tmp_path / "t.parquet", read_trials(tmp_path / "job", None))
     renderer = Picky.load(tiny_model())

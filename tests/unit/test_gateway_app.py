@@ -13,8 +13,8 @@ from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_no
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.accounting import Recording, SessionLimits
-from dockyard.gateway.server import BODY_LIMIT, Gateway, Patience
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Timeouts
+from dockyard.gateway.sessions import Session, TokenSessions
 from dockyard.types import Finish
 
 USER = {"role": "user", "content": "count the lines"}
@@ -26,7 +26,7 @@ class Client:
     def __init__(self, gateway: Gateway, http: aiohttp.ClientSession, **limits: Any) -> None:
         sampling = {"seed": 1, "temperature": 1.0, "max_new_tokens": 50} | limits
         self.gateway, self.http = gateway, http
-        self.session: AnySession = gateway.open_session("test", **sampling)
+        self.session: Session = gateway.open_session("test", **sampling)
 
     def post(self, *messages: dict[str, Any], key: str | None = None, **fields: Any):
         headers = {"Authorization": f"Bearer {key or self.session.key}"}
@@ -56,8 +56,9 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **patience: float) -> AsyncIterator[Callable[..., Client]]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(**{"retry_grace_s": 0.01} | patience))
+async def serving(engine: FakeEngine, **timeouts: float) -> AsyncIterator[Callable[..., Client]]:
+    sessions = TokenSessions(engine, tiny_renderer())
+    gateway = Gateway(sessions, "policy", timeouts=Timeouts(**{"retry_grace_s": 0.01} | timeouts))
     await gateway.start()
     async with aiohttp.ClientSession() as http:
         yield lambda **limits: Client(gateway, http, **limits)
@@ -65,8 +66,8 @@ async def serving(engine: FakeEngine, **patience: float) -> AsyncIterator[Callab
 
 
 @asynccontextmanager
-async def one_client(engine: FakeEngine, **patience: float) -> AsyncIterator[Client]:
-    async with serving(engine, **patience) as open_client:
+async def one_client(engine: FakeEngine, **timeouts: float) -> AsyncIterator[Client]:
+    async with serving(engine, **timeouts) as open_client:
         yield open_client()
 
 

@@ -18,8 +18,7 @@ from dockyard.convert.conversation import Conversation, Converted
 from dockyard.convert.read import read_trials
 from dockyard.convert.traces import Trace, read_traces, write_traces
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message, ToolCall
-from dockyard.types import Blame, Failure, Rollout
+from dockyard.types import Blame, Failure, Message, Rollout, ToolCall
 
 TRIALS = Path(__file__).parents[1] / "data" / "trials"
 TOOL = {"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}

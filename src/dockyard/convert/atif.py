@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dockyard.gateway.messages import ToolCall
-from dockyard.gateway.protocol import arguments_object, function_tool
-from dockyard.types import Json
+from dockyard.chat_format import parse_arguments
+from dockyard.gateway.protocol import function_tool
+from dockyard.types import Json, ToolCall
 
 _KNOWN = re.compile(r"ATIF-v1\.[0-8]")
 
@@ -42,7 +42,7 @@ class AtifCall(BaseModel):
     arguments: Json | str | None = None
 
     def call(self) -> ToolCall:
-        values = self.arguments if isinstance(self.arguments, dict) else arguments_object(self.arguments or "")
+        values = self.arguments if isinstance(self.arguments, dict) else parse_arguments(self.arguments or "")
         return ToolCall(self.tool_call_id, self.function_name, values)
 
 

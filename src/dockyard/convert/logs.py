@@ -8,15 +8,16 @@ where the model said something else.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dockyard.chat_format import parse_exchange, parse_message
 from dockyard.convert.atif import UnreadableError
-from dockyard.convert.conversation import Conversation, conversations_of, message_of
+from dockyard.convert.conversation import Conversation, conversations_of
 from dockyard.convert.trace_text import as_dict, as_list
 from dockyard.convert.trajectory import TrajectoryText
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Exchange, Json, Message, ToolCall
 
 TELL_MORE = ("mini-swe-agent",)
 """Agents whose own log says more than the trajectory that Harbor makes of it."""
@@ -96,7 +97,7 @@ def _mini_swe_agent(folder: Path) -> Iterator[Conversation]:
     """Its trajectory as it writes it itself: Harbor's has the text in the place of the thoughts."""
     recorded = json.loads(_read(folder / "mini-swe-agent.trajectory.json") or b'{"messages": []}')
     spoken = [message for message in recorded["messages"] if message["role"] != "exit"]
-    yield Conversation(messages=tuple(message_of(_with_text(message)) for message in spoken))
+    yield Conversation(messages=tuple(parse_message(_with_text(message)) for message in spoken))
 
 
 def _langgraph(folder: Path) -> Iterator[Conversation]:
@@ -138,36 +139,39 @@ _READERS: dict[str, Callable[[Path], Iterator[Conversation]]] = {
 
 
 def read_completions(folder: Path) -> TrajectoryText:
-    """Raises `UnreadableError`."""
-    files = sorted(folder.glob("*.json"), key=lambda file: (_when(file), file.name))
-    exchanges = [_exchange(file) for file in files]
-    model = next((str(exchange["model"]) for exchange in exchanges if exchange["model"]), "")
-    try:
-        return TrajectoryText(conversations=conversations_of(exchanges), model=model)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"`{folder}` holds messages of no known form: {type(error).__name__}: {error}") from error
+    """Read the model calls that OpenHands logged. Raises `UnreadableError`."""
+    files = sorted(folder.glob("*.json"), key=lambda file: (_logged_at(file), file.name))
+    calls = [_read_call(file) for file in files]
+    model = next((call.model for call in calls if call.model), "")
+    return TrajectoryText(conversations=conversations_of([call.exchange for call in calls]), model=model)
 
 
-def _when(file: Path) -> float:
-    """The names end with the time."""
+def _logged_at(file: Path) -> float:
+    """The time at the end of the file's name."""
     try:
         return float(file.stem.rpartition("-")[2])
     except ValueError:
         return 0.0
 
 
-def _exchange(file: Path) -> Json:
+@dataclass(frozen=True, slots=True)
+class _LoggedCall:
+    exchange: Exchange
+    model: str
+
+
+def _read_call(file: Path) -> _LoggedCall:
     try:
         logged: Json = json.loads(file.read_bytes())
         response: Json = logged["response"]
         choice: Json = response["choices"][0]
         settings: Json = logged.get("kwargs") or {}
+        recorded: Json = {
+            "messages": logged.get("messages"),
+            "tools": settings.get("tools") or [],
+            "reply": choice.get("message"),
+            "finish": choice.get("finish_reason"),
+        }
+        return _LoggedCall(parse_exchange(recorded), str(response.get("model") or ""))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"`{file}` is no logged model call: {type(error).__name__}: {error}") from error
-    return {
-        "messages": logged.get("messages"),
-        "tools": settings.get("tools") or [],
-        "reply": choice.get("message"),
-        "finish": choice.get("finish_reason"),
-        "model": response.get("model"),
-    }
+        raise UnreadableError(f"`{file}` is not a logged model call: {type(error).__name__}: {error}") from error

@@ -16,17 +16,16 @@ from typing import Protocol
 
 from dockyard.convert.conversation import Conversation, Converted, without_malformed
 from dockyard.engine.model_dir import find_model
-from dockyard.gateway.messages import Prompt
 from dockyard.gateway.protocol import one_system
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.rollout.details import KeptTurn, stitch
-from dockyard.types import IntArray, Rollout, Segment
+from dockyard.gateway.token_tree import stitch_turns
+from dockyard.types import IntArray, Prompt, Rollout, Segment, Turn
 
 
 def segments_of(conversation: Conversation, renderer: Renderer) -> tuple[Segment, ...]:
     """With the model's own messages marked; nobody recorded logprobs. Raises `TemplateRejectionError`."""
-    return tuple(stitch(_turns(with_one_system(conversation), renderer)))
+    return stitch_turns(_turns(with_one_system(conversation), renderer))
 
 
 def with_one_system(conversation: Conversation) -> Conversation:
@@ -41,19 +40,17 @@ def _moved(places: frozenset[int], num_gone: int) -> frozenset[int]:
     return frozenset(place - num_gone for place in places)
 
 
-def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[KeptTurn]:
-    before: tuple[int, KeptTurn] | None = None
+def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[Turn]:
+    before: tuple[int, Turn] | None = None
     for place in conversation.replies:
         prompt_ids = _prompt(conversation, place, before, renderer)
-        said = renderer.reply(conversation.messages[place], conversation.tools)
-        turn = KeptTurn(prompt_ids, said[:-1] if place in conversation.cut else said)
+        reply_ids = renderer.reply(conversation.messages[place], conversation.tools)
+        turn = Turn(prompt_ids=prompt_ids, sampled_ids=reply_ids[:-1] if place in conversation.cut else reply_ids)
         before = place, turn
         yield turn
 
 
-def _prompt(
-    conversation: Conversation, place: int, before: tuple[int, KeptTurn] | None, renderer: Renderer
-) -> IntArray:
+def _prompt(conversation: Conversation, place: int, before: tuple[int, Turn] | None, renderer: Renderer) -> IntArray:
     """What the model was given to say the message at this place; `before` is its message before that, if any."""
     messages, tools = conversation.messages, conversation.tools
     if place == 0:
@@ -104,14 +101,14 @@ class Tokeniser:
     exact: bool = True
     """Whether ids that were kept are used."""
 
-    def give(self, found: Converted, turns: Sequence[Sequence[KeptTurn]] = (), text: str = "") -> Converted:
+    def give(self, found: Converted, turns: Sequence[Sequence[Turn]] = (), text: str = "") -> Converted:
         """The attempt as training data, or with the reason why it is none.
 
         `turns` are those whose ids its trajectory has; `text` is what ids should read as if no conversation tells.
         """
         if found.skipped is not None:
             return found
-        kept = found.rollout.segments or tuple(segment for history in turns for segment in stitch(history))
+        kept = found.rollout.segments or tuple(segment for history in turns for segment in stitch_turns(history))
         if not self.exact or not kept:
             return self._from_text(found)
         told = text or _text(found.conversations)

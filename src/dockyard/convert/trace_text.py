@@ -14,8 +14,7 @@ from typing import Any, cast
 from dockyard.convert import atif
 from dockyard.convert.atif import Agent, AtifCall, AtifStep, Trajectory
 from dockyard.convert.conversation import Conversation
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Json, Message, ToolCall
 
 _ROLES = {
     "system": "system",

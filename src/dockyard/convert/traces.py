@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dockyard.convert.conversation import Conversation, Converted, group_name, message_of
+from dockyard.chat_format import chat_calls, parse_message
+from dockyard.convert.conversation import Conversation, Converted, group_name
 from dockyard.convert.sample_files import ParquetColumn, ParquetWriter, open_parquet, read_parquet, whole_file, writing
 from dockyard.convert.tokenize import Tokeniser, guarded, skip
 from dockyard.convert.trace_text import HarborReader, NoConversationError, as_dict, to_harbor, tools_of
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import ASSISTANT, Message
 from dockyard.rollout.blame import BY_NAME
 from dockyard.rollout.job import is_exception, rollout_of_exception
 from dockyard.rollout.outcome import Place
-from dockyard.types import Blame, Failure, Json, Rollout
+from dockyard.types import ASSISTANT, Blame, Failure, Json, Message, Rollout
 
 MAIN = "main"
 """The source of the rows that tell the agent's own history; others name a subagent or a summary."""
@@ -81,7 +81,7 @@ def _recorded(row: TraceRow) -> Conversation:
     try:
         recorded = json.loads(row.text("conversation_json"))
         return Conversation(
-            messages=tuple(map(message_of, recorded["messages"])),
+            messages=tuple(map(parse_message, recorded["messages"])),
             tools=tuple(recorded["tools"]),
             sampled=frozenset(recorded["sampled"]),
             cut=frozenset(recorded["cut"]),
@@ -243,10 +243,7 @@ def _to_json(conversation: Conversation) -> Json:
 
 
 def _message_json(message: Message) -> Json:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
-        for call in message.calls
-    ]
+    calls = chat_calls(message)
     fields = {"reasoning_content": message.reasoning, "tool_calls": calls, "tool_call_id": message.call_id}
     return {"role": message.role, "content": message.text, **{name: value for name, value in fields.items() if value}}
 

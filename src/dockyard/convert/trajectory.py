@@ -12,9 +12,8 @@ from typing import Self
 from dockyard.convert import atif
 from dockyard.convert.atif import AtifStep, Content, Result, Trajectory, UnreadableError, read_trajectory, text_of
 from dockyard.convert.conversation import Conversation
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.rollout.details import KeptTurn
-from dockyard.types import Json
+from dockyard.rollout.details import stored_turn
+from dockyard.types import ASSISTANT, Json, Message, ToolCall, Turn
 
 _ASIDES = ("compaction", "branch_summary")
 """Summaries that pi writes among its steps: sampled, but not after the steps before them."""
@@ -31,7 +30,7 @@ class History:
     messages: list[Message] = field(default_factory=list[Message])
     sampled: set[int] = field(default_factory=set[int])
     cut: set[int] = field(default_factory=set[int])
-    turns: list[KeptTurn] = field(default_factory=list[KeptTurn])
+    turns: list[Turn] = field(default_factory=list[Turn])
     """Of the model's messages those whose tokens were kept."""
 
     def conversation(self) -> Conversation:
@@ -131,7 +130,7 @@ class HistoryBuilder:
         if (step.llm_call_count or 1) > 1:
             self._notes.add("merged_replies")
         if metrics and metrics.prompt_token_ids and metrics.completion_token_ids:
-            turn = KeptTurn.of(metrics.prompt_token_ids, metrics.completion_token_ids, metrics.logprobs)
+            turn = stored_turn(metrics.prompt_token_ids, metrics.completion_token_ids, metrics.logprobs)
             history.turns.append(turn)
 
     def _reply(self, step: AtifStep) -> Message:
@@ -188,7 +187,7 @@ class TrajectoryText:
     """What the model was told and said in one trial."""
 
     conversations: tuple[Conversation, ...]
-    turns: tuple[tuple[KeptTurn, ...], ...] = ()
+    turns: tuple[tuple[Turn, ...], ...] = ()
     """Of each conversation those of the model's messages whose tokens were kept."""
     model: str = ""
     notes: frozenset[str] = frozenset()

@@ -15,8 +15,7 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from dockyard.gateway.messages import Message, Prompt, ToolCall
-from dockyard.types import IntArray, Json
+from dockyard.types import IntArray, Json, Message, Prompt, ToolCall
 
 _LONGEST = 40
 """Control tokens are shorter than this."""

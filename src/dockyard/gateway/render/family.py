@@ -14,11 +14,10 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.splice import TemplateRenderer, template_message
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
 log = logging.getLogger(__name__)
 

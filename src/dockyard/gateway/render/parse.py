@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.gateway.protocol import strict_object
+from dockyard.chat_format import strict_object
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.family import Family, PlainTokenizer
 from dockyard.gateway.render.splice import CallFormat, TemplateRenderer, plain_messages
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, ToolCall
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec, without_fragments
 from dockyard.gateway.render.family import Family
 from dockyard.gateway.render.parse import ReplyParser, ReplyWriter
@@ -26,7 +25,7 @@ from dockyard.gateway.render.template import (
     read_config,
     template_source,
 )
-from dockyard.types import IntArray, Json, Rollout
+from dockyard.types import IntArray, Json, Message, Prompt, Rollout, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.template import ChatTemplate, TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
 _TOOLS = """# Tools
 
