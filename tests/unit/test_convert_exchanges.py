@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dockyard.chat_format import parse_exchange
+from dockyard.chat_format import exchange_json, parse_exchange
 from dockyard.convert.atif import UnreadableError
 from dockyard.convert.conversation import Conversation, conversations_of
 from dockyard.convert.logs import read_completions
-from dockyard.types import Message, ToolCall
+from dockyard.types import Exchange, Finish, Message, Prompt, ToolCall
 
 type Json = dict[str, Any]
 
@@ -71,6 +74,67 @@ def test_calls_are_known_by_their_ids_even_if_the_text_beside_them_is_gone():
     assert conversation.replies == (1, 3)
     exchanges[1]["messages"][1] = said(None, "c9")
     assert [len(one.replies) for one in converted(exchanges)] == [1, 1]
+
+
+@pytest.mark.parametrize("change", ["arguments", "thoughts"])
+def test_a_turn_with_other_arguments_or_thoughts_is_a_rewritten_one_as_in_the_gateway(change: str):
+    first = exchange(user("go"), reply=said("I look.", "c1", reasoning_content="Hm."))
+    echo = said("I look.", "c1", reasoning_content="Hm.")
+    if change == "arguments":
+        echo["tool_calls"][0]["function"]["arguments"] = '{"command": "rm"}'
+    else:
+        echo["reasoning_content"] = "Never."
+    again = exchange(user("go"), echo, result("c1"), reply=said("done"))
+    assert [said for _, said in shown(first, again)] == [["I look."], ["done"]]
+
+
+@st.composite
+def echoing_agents(draw: st.DrawFn) -> list[Exchange]:
+    """Calls of an agent that changes only how it writes its history."""
+    exchanges: list[Exchange] = []
+    history = [Message("user", "go")]
+    for number in range(draw(st.integers(1, 6))):
+        calls = (ToolCall(f"c{number}", "bash", {"command": f"ls {number}"}),) if draw(st.booleans()) else ()
+        text, thought = draw(st.sampled_from(["", "one  two", "\nok"])), draw(st.sampled_from(["", "hm  hm"]))
+        reply = Message("assistant", text, thought, calls)
+        sent = tuple(draw(st.sampled_from(echoes(message))) for message in history)
+        exchanges.append(Exchange(prompt=Prompt(sent, (DEFAULTS,)), reply=reply, finish=Finish.STOP))
+        history += [
+            reply,
+            Message("tool", "seen", call_id=f"c{number}") if calls else Message("user", f"more {number}"),
+        ]
+    return exchanges
+
+
+DEFAULTS = {
+    "type": "function",
+    "function": {"name": "bash", "description": "", "parameters": {"properties": {"all": {"default": False}}}},
+}
+
+
+def echoes(message: Message) -> list[Message]:
+    """The ways in which agents send a message back."""
+    if message.role != "assistant":
+        return [message]
+    filled = tuple(replace(call, arguments={"all": False, **call.arguments}) for call in message.calls)
+    return [
+        message,
+        replace(message, text=" ".join(message.text.split())),
+        replace(message, reasoning=""),
+        replace(message, calls=filled),
+        *([replace(message, text="")] if message.calls else []),
+    ]
+
+
+@given(echoing_agents())
+def test_an_agent_that_only_echoes_in_whatever_words_gives_one_conversation(exchanges: list[Exchange]):
+    [conversation] = conversations_of(exchanges)
+    assert [conversation.messages[place] for place in conversation.replies] == [one.reply for one in exchanges]
+
+
+@given(echoing_agents())
+def test_a_recorded_call_survives_its_json(exchanges: list[Exchange]):
+    assert [parse_exchange(json.loads(json.dumps(exchange_json(one)))) for one in exchanges] == exchanges
 
 
 def test_a_history_that_was_rewritten_is_another_conversation_in_which_old_replies_are_context():

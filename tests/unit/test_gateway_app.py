@@ -12,7 +12,9 @@ import pytest
 from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_noticed, until_sampled
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
-from dockyard.gateway.accounting import Recording, SessionLimits
+from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
+from dockyard.gateway.dialects import ROUTES, DialectRoute
+from dockyard.gateway.protocol import ServedModel
 from dockyard.gateway.server import BODY_LIMIT, Gateway, Timeouts
 from dockyard.gateway.sessions import Session, TokenSessions
 from dockyard.types import Finish
@@ -327,3 +329,17 @@ async def test_a_session_past_its_calls_is_refused():
         answers = [await client.ask(USER) for _ in range(2)]
     assert [status for status, _ in answers] == [200, 403]
     assert answers[1][1]["error"]["code"] == "calls_limit_reached"
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+@pytest.mark.parametrize("prefix", ["", "/s/test"])
+async def test_every_route_of_the_table_is_served_and_refuses_in_its_own_dialect(route: DialectRoute, prefix: str):
+    dialect = route.dialect(ServedModel("policy", str))
+    async with one_client(FakeEngine()) as client:
+        url = client.gateway.root_url + prefix + route.path
+        async with client.http.post(url, json={}, headers={"x-api-key": "wrong"}) as response:
+            assert (response.status, await response.json()) == (401, dialect.error(unknown_key()))
+        async with client.http.post(url, json={}, headers={"x-api-key": client.session.key}) as response:
+            assert response.status == 400
+        async with client.http.get(url, headers={"x-api-key": client.session.key}) as response:
+            assert response.status == 404
