@@ -170,7 +170,7 @@ def test_replies_that_follow_each_other_each_have_a_prompt():
 
 @pytest.mark.parametrize("messages", [(said("ls"),), (said("ls"), ASK, said("wc"))])
 def test_a_conversation_that_the_model_begins_cannot_be_rendered(messages: tuple[Message, ...]):
-    with pytest.raises(TemplateRejectionError, match="nothing comes before"):
+    with pytest.raises(TemplateRejectionError, match="there is no message before"):
         segments_of(told(*messages), renderer(CHATML))
 
 

@@ -105,9 +105,9 @@ def test_ids_of_a_trajectory_are_used_where_the_result_has_none_and_missing_ones
 @pytest.mark.parametrize(
     ("prompt", "sampled", "detail"),
     [
-        (PROMPT, [151_645], "id 151645 is none of this tokenizer's"),
-        (PROMPT, [-7], "id -7 is none of this tokenizer's"),
-        ([token_id + 40 for token_id in PROMPT], DRAWN, "its ids read as 0% of the words that were said"),
+        (PROMPT, [151_645], "id 151645 is not in this tokenizer's vocabulary"),
+        (PROMPT, [-7], "id -7 is not in this tokenizer's vocabulary"),
+        ([token_id + 40 for token_id in PROMPT], DRAWN, "its decoded ids contain 0% of the words of the conversation"),
     ],
 )
 def test_ids_of_another_tokenizer_are_not_trained_on(
@@ -216,7 +216,7 @@ def test_a_trajectory_alone_has_no_reward_unless_it_lies_in_its_trial(tmp_path: 
 
 
 def test_a_source_that_is_not_there_or_holds_nothing_is_an_error(tmp_path: Path):
-    with pytest.raises(DockyardError, match="there is no"):
+    with pytest.raises(DockyardError, match="does not exist"):
         list(read_trials(tmp_path / "none", None))
     with pytest.raises(DockyardError, match="holds no trials"):
         list(read_trials(tmp_path, None))
@@ -346,7 +346,7 @@ def test_a_trial_that_was_never_graded_has_no_reward_and_keeps_its_words(tmp_pat
     details = {"rollout_details": [DETAILS]}
     write_trial(tmp_path, "b__1", agent="terminus-2", agent_result=details, verifier_result=verified)
     for found in read_trials(tmp_path, tiny_renderer()):
-        assert (found.skipped, found.detail) == ("no_reward", "it was never graded")
+        assert (found.skipped, found.detail) == ("no_reward", "the trial was not graded")
         assert (found.rollout.reward, found.rollout.segments) == (None, ())
     assert len(converted(tmp_path)["a__1"].conversations) == 1
 

@@ -1,4 +1,4 @@
-"""Rollouts become samples, and samples become groups of rollouts again."""
+"""Converts rollouts to samples, and samples back to groups of rollouts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LOST = ("no_reward", "unreadable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a sample stands in its file."""
+    """The indices of a sample in its file."""
 
     group_index: int
     rollout_id: int
@@ -29,7 +29,7 @@ class _Place:
 
 
 class SampleNumbers:
-    """Counts groups, rollouts and samples while a job goes by."""
+    """Numbers groups, rollouts and samples in the order in which they are read."""
 
     def __init__(self, *, first_group: int = 0, first_rollout: int = 0) -> None:
         self._first_group = first_group
@@ -37,7 +37,7 @@ class SampleNumbers:
         self._num_rollouts = self._num_samples = first_rollout
 
     def take(self, group_name: str, num_samples: int) -> list[_Place]:
-        """The places of one rollout's samples, in the group of this name."""
+        """The indices for the samples of one rollout, in the group of this name."""
         group = self._groups.setdefault(group_name, self._first_group + len(self._groups))
         first, rollout = self._num_samples, self._num_rollouts
         self._num_samples += num_samples
@@ -51,9 +51,9 @@ class SampleNumbers:
 def samples_of(
     converted: Converted, numbers: SampleNumbers, renderer: Renderer | None, *, pad: bool = False
 ) -> list[Sample]:
-    """One for each segment; for a rollout that is lost one that trains nothing, so that its group keeps its size.
+    """One sample per segment. A dropped rollout gets one empty sample, so that its group keeps its size.
 
-    None for what has a reward and no tokens, or is not over yet; `pad` gives these one that trains nothing as well.
+    An attempt that has a reward but no tokens, or is not finished, has no samples; with `pad` it gets an empty one.
     """
     rollout = converted.rollout
     trained = [segment for segment in rollout.segments if segment.sampled.any()]
@@ -89,7 +89,7 @@ def _sample(segment: Segment, place: _Place, converted: Converted, renderer: Ren
 
 
 def _padding(place: _Place, converted: Converted) -> Sample:
-    """SLiME's idiom for a rollout that gave nothing to train on."""
+    """An empty sample, in the form that SLiME uses for a rollout without training data."""
     return Sample(
         group_index=place.group_index,
         index=place.index,
@@ -133,7 +133,7 @@ def _status(rollout: Rollout) -> str:
 
 
 def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
-    """Rollouts with their segments, by task. One that is lost has no reward, and stays in its group."""
+    """Rollouts with their segments, in groups. A dropped rollout has no reward, and stays in its group."""
     groups: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, {}).setdefault(sample.rollout_id, []).append(sample)
@@ -146,13 +146,13 @@ def _group(rollouts: dict[int, list[Sample]]) -> Group:
 
 
 def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
-    """`attempt` is its place in the group, for files of SLiME's that do not say it."""
+    """`attempt` is the index in the group, for SLiME's files, which do not store it."""
     first = siblings[0]
     rewards = {sample.reward for sample in siblings}
     if len(rewards) > 1:
         raise DockyardError(
             f"rollout {first.rollout_id} of `{first.label}` has the rewards {sorted(map(str, rewards))}",
-            hint="all samples of a rollout carry the same reward; does the file mix several jobs?",
+            hint="all samples of a rollout must have the same reward; the file may mix several jobs",
         )
     metadata = first.metadata
     return Rollout(
