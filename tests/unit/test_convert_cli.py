@@ -184,7 +184,7 @@ def test_of_many_trials_that_were_skipped_for_one_reason_the_table_has_three_and
     out, err = capsys.readouterr()
     table = err[err.index("trials  ") :]
     assert [number for number in range(9) if f"job/a__{number}: `nop` calls no model" in table] == [0, 1, 2]
-    assert "and 6 more, named above" in table
+    assert "and 6 more, listed above" in table
     assert [number for number in range(9) if f"job/a__{number}: `nop`" in caplog.text] == [3, 4, 5, 6, 7, 8]
     assert [trial["where"] for trial in json.loads(out)["skipped_trials"]] == [f"job/a__{n}" for n in range(9)]
 

@@ -29,7 +29,7 @@ class _Opening:
 
 
 class CallOrigins:
-    """Records how each call of a session opens, and tells the harness's calls from others.
+    """Records how each call of a session opens, and distinguishes the harness's calls from others.
 
     The first call that is not auxiliary shows the harness's system text and tools. If that call has no tools and no
     other call is like it, but there is a conversation with tools, it was a probe or a title generator, and the

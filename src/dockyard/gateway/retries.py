@@ -32,7 +32,7 @@ class RecentCalls:
     """The recent calls of a session, by a digest of the request."""
 
     def __init__(self, mark_delivered: Callable[[ModelReply, bool], None], grace_s: float) -> None:
-        """`grace_s` is how long a call goes on after its last connection is gone."""
+        """`grace_s` is how long a call continues after its last connection is closed."""
         self._mark_delivered = mark_delivered
         self._grace_s = grace_s
         self._calls: OrderedDict[bytes, PendingCall] = OrderedDict()

@@ -72,7 +72,7 @@ class Session(Protocol):
 
 
 class SessionFactory(Protocol):
-    """Creates the sessions of one policy, and tells the server what it shows clients about that policy."""
+    """Creates the sessions of one policy, and provides what the server shows clients about that policy."""
 
     @property
     def context_length(self) -> int | None:
