@@ -4,9 +4,7 @@ A key gives access to the model routes of one session only. No route lists, read
 """
 
 import asyncio
-import json
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -31,11 +29,10 @@ from dockyard.gateway.protocol import (
     ServedModel,
     openai_error,
 )
+from dockyard.gateway.request_body import BODY_LIMIT, parse_body, read_body
 from dockyard.gateway.retries import PendingCall, RecentCalls
 from dockyard.gateway.sessions import Sampling, Session, SessionFactory
 from dockyard.types import Json
-
-BODY_LIMIT = 16 * 2**20
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 type ReadSampling = Callable[[object], ClientSampling]
@@ -177,9 +174,9 @@ class Gateway:
         return handle
 
     async def _parse(self, request: web.Request, client: _Client, dialect: Dialect) -> "_ParsedCall":
-        raw = await self._read(request)
+        raw = await read_body(request, self._timeouts.transfer_s)
         with _counted_cpu(client.session):
-            body = _load_json(raw)
+            body = parse_body(raw)
             self._check_model(body, client.session)
             head = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
             return _ParsedCall(dialect.parse(body), sha256(head + raw).digest(), client.read_sampling(body))
@@ -221,17 +218,6 @@ class Gateway:
         if client is None or label not in (None, client.session.label):
             raise unknown_key()
         return client
-
-    async def _read(self, request: web.Request) -> bytearray:
-        if (request.content_length or 0) > BODY_LIMIT:
-            raise _too_large()
-        try:
-            async with asyncio.timeout(self._timeouts.transfer_s):
-                return await _whole_body(request)
-        except TimeoutError as error:
-            raise RefusedError(408, "timeout", "the body did not arrive in time") from error
-        except web.RequestPayloadError as error:
-            raise RefusedError(400, "invalid_request", f"the body cannot be read: {error}") from error
 
     async def _sample(self, request: web.Request, client: _Client, parsed: "_ParsedCall") -> web.StreamResponse:
         asked = parsed.request
@@ -331,32 +317,6 @@ def _ignore_sampling(_: object) -> ClientSampling:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def _load_json(raw: bytes | bytearray) -> object:
-    """Parse a body. Half a surrogate pair, which agents send for bytes that are not text, becomes a question mark."""
-    text = raw.decode(errors="replace")
-    try:
-        value = json.loads(text)
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "invalid_request", f"the body is not JSON: {error}") from error
-    return value
-
-
-async def _whole_body(request: web.Request) -> bytearray:
-    """Read without `request.read()`, which keeps the body in memory until the connection's next request."""
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > BODY_LIMIT:
-            raise _too_large()
-    return body
-
-
-def _too_large() -> RefusedError:
-    return RefusedError(413, "body_too_large", f"the body is larger than {BODY_LIMIT} bytes")
 
 
 async def _no_such_route(_: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """A session is one rollout as the gateway sees it: a secret key, the trainer's sampling, and a record of every call.
 
 `TokenSession` samples from an engine by token ids. `text_session.TextSession` talks to an endpoint that returns only
-text. The server creates either through a `SessionFactory`, and does not know which it has.
+text. The server creates both through a `SessionFactory`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Sampling:
     seed: int
     temperature: float
     max_new_tokens: int | None
-    """The most tokens that one call may sample; an agent may request fewer. None: limited by the context only."""
+    """The most tokens that one call may sample; an agent may request fewer. None: no limit of the session's own."""
 
 
 class Session(Protocol):
