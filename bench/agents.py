@@ -28,16 +28,15 @@ from agent_clis import Desk
 from agent_stories import STORIES, STORY_END, open_session, renderer, served, terminus_2
 from scripted_policy import Drawn, ScriptedEngine, assert_trained_as_drawn, lines, tokenizer
 
-from dockyard.gateway.dialects.chat import Chat
-from dockyard.gateway.dialects.messages import Messages
-from dockyard.gateway.dialects.responses import Responses
-from dockyard.gateway.messages import Prompt
-from dockyard.gateway.protocol import Served
+from dockyard.gateway.dialects.chat import ChatDialect
+from dockyard.gateway.dialects.messages import MessagesDialect
+from dockyard.gateway.dialects.responses import ResponsesDialect
+from dockyard.gateway.protocol import ServedModel
 from dockyard.gateway.server import Gateway
-from dockyard.types import IntArray, Segment
+from dockyard.types import IntArray, Prompt, Segment
 
 TERMINUS = "terminus-2"
-DIALECTS = {"/v1/chat/completions": Chat, "/v1/messages": Messages, "/v1/responses": Responses}
+DIALECTS = {"/v1/chat/completions": ChatDialect, "/v1/messages": MessagesDialect, "/v1/responses": ResponsesDialect}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ async def overheard(gateway: Gateway) -> AsyncGenerator[Overheard]:
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
         if request.path in DIALECTS:
-            dialect = DIALECTS[request.path](Served("policy", str))
+            dialect = DIALECTS[request.path](ServedModel("policy", str))
             heard.prompts.append(dialect.parse(json.loads(body)).prompt)
         url = gateway.root_url + request.path_qs
         async with client.request(request.method, url, data=body, headers=request.headers) as answer:

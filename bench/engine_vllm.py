@@ -37,6 +37,7 @@ from dockyard.engine.open import connect
 from dockyard.engine.weights import load_adapter, load_model
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
+from dockyard.gateway.sessions import TokenSessions
 from dockyard.types import Segment
 
 TOOL = {
@@ -140,7 +141,7 @@ async def measure(args: argparse.Namespace, model_dir: Path, url: str) -> dict[s
     engine: Any = await connect(config, ServerRequirements.of(args.model, model_dir, RANK))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = load_model(model_dir, ModelConfig(device=device, dtype=args.dtype))
-    gateway = Gateway(engine, Renderer.load(model_dir, args.model), "policy")
+    gateway = Gateway(TokenSessions(engine, Renderer.load(model_dir, args.model)), "policy")
     await gateway.start()
     timeout = aiohttp.ClientTimeout(total=500)
     connector = aiohttp.TCPConnector(limit=0)

@@ -21,7 +21,7 @@ from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.gateway.accounting import Recording
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.sessions import Session, TokenSessions
 from dockyard.types import Finish, IntArray
 
 from .agents import MODEL, dump
@@ -135,7 +135,7 @@ def serve_gateway(pipe: Connection, kind: type[Renderer], folder: Path) -> None:
 
 async def _serve_gateway(pipe: Connection, kind: type[Renderer], folder: Path) -> None:
     engine = InstantEngine(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    gateway = Gateway(engine, kind.load(folder, "Qwen/Qwen3-8B"), MODEL)
+    gateway = Gateway(TokenSessions(engine, kind.load(folder, "Qwen/Qwen3-8B")), MODEL)
     await gateway.start()
     orders = _Orders(gateway)
 
@@ -153,7 +153,7 @@ class _Orders:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._sessions: list[AnySession] = []
+        self._sessions: list[Session] = []
 
     def open(self, count: int) -> list[str]:
         sampling = {"temperature": 1.0, "max_new_tokens": 4096}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from agent_stories import open_session, openai_sdk, served
-from gateway_fakes import flights, until, until_noticed
+from gateway_fakes import pending_calls, until, until_noticed
 from openai import AsyncOpenAI
 from scripted_policy import Line, Say, Script, ScriptedEngine, assert_one_segment, lines, tool_call, turn
 from sdk_loop import TOOLS, ask, converse
 
-from dockyard.gateway.server import Gateway, Patience
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import Session
 from dockyard.types import Finish
 
 HELLO: Any = [{"role": "user", "content": "Hello."}]
@@ -24,14 +24,14 @@ HELLO: Any = [{"role": "user", "content": "Hello."}]
 class Stage:
     engine: ScriptedEngine
     gateway: Gateway
-    session: AnySession
+    session: Session
     client: AsyncOpenAI
 
 
 @asynccontextmanager
 async def staged(script: Script, hold: asyncio.Event | None = None, grace_s: float = 2) -> AsyncGenerator[Stage]:
     engine = ScriptedEngine(script, hold=hold)
-    async with served(engine, patience=Patience(keep_alive_s=0.1, retry_grace_s=grace_s)) as gateway:
+    async with served(engine, timeouts=Timeouts(keep_alive_s=0.1, retry_grace_s=grace_s)) as gateway:
         session = open_session(gateway)
         async with AsyncOpenAI(base_url=gateway.url, api_key=session.key) as client:
             yield Stage(engine, gateway, session, client)
@@ -125,9 +125,9 @@ async def test_a_client_that_loses_patience_and_asks_again_gets_what_is_being_sa
     hold = asyncio.Event()
 
     async def answer_who_comes_back(gateway: Gateway) -> None:
-        await until(lambda: any(flight.num_waiting for flight in flights(gateway)))
+        await until(lambda: any(call.num_waiting for call in pending_calls(gateway)))
         await until_noticed(gateway)
-        await until(lambda: any(flight.num_waiting for flight in flights(gateway)))
+        await until(lambda: any(call.num_waiting for call in pending_calls(gateway)))
         hold.set()
 
     async with staged(lines(*openai_sdk()), hold, grace_s=600) as stage:  # its pauses grow with every try

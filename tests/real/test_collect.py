@@ -140,7 +140,7 @@ def test_an_endpoint_that_tells_no_token_ids_gives_rollouts_as_text(tasks: Path)
     with RunDir.resume(Path("mine")) as run:
         rollouts = [item.rollout for item in run.read_rollouts(ROLLOUTS)]
     assert [(rollout.reward, len(rollout.segments)) for rollout in rollouts] == [(0.0, 0)] * 4
-    assert {rollout.exchanges[0]["reply"]["content"] for rollout in rollouts} == {"hi"}
+    assert {rollout.exchanges[0].reply.text for rollout in rollouts} == {"hi"}
 
 
 @pytest.fixture

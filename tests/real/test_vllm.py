@@ -27,6 +27,7 @@ from dockyard.engine.weights import load_adapter, load_model
 from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
+from dockyard.gateway.sessions import TokenSessions
 from dockyard.rl.pack import Example, pack
 from dockyard.trainer.policy import Policy
 from dockyard.types import Finish, IntArray
@@ -278,7 +279,7 @@ async def test_a_rollout_with_tools_and_an_update_in_between_is_one_segment_with
     new = trainer.adapter(tmp_path / "new", seed=3, size=0.1)
     async with engine_at(url, model_dir) as engine:
         await engine.publish(old, 1)
-        gateway = Gateway(engine, Renderer.load(model_dir, DEMO_MODEL), "policy")
+        gateway = Gateway(TokenSessions(engine, Renderer.load(model_dir, DEMO_MODEL)), "policy")
         await gateway.start()
         session = gateway.open_session("tools", seed=0, temperature=TEMPERATURE, max_new_tokens=48)
         async with AsyncOpenAI(base_url=gateway.url, api_key=session.key) as client:

@@ -17,8 +17,8 @@ from scripted_policy import Say, Script, ScriptedEngine, call, lines, odd_call, 
 from sdk_loop import converse
 
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.server import Gateway, Patience
-from dockyard.gateway.sessions import AnySession, Recording
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import Recording, Session, TokenSessions
 
 TASK = "Write a greeting into hello.txt and check it."
 STORY_END = "thé ou café?\n"
@@ -203,8 +203,8 @@ async def roll_out(start: Start, script: Script, folder: Path, model: str = "qwe
 
 
 @asynccontextmanager
-async def served(engine: ScriptedEngine, patience: Patience | None = None) -> AsyncGenerator[Gateway]:
-    gateway = Gateway(engine, renderer(engine.model), "policy", patience=patience)
+async def served(engine: ScriptedEngine, timeouts: Timeouts | None = None) -> AsyncGenerator[Gateway]:
+    gateway = Gateway(TokenSessions(engine, renderer(engine.model)), "policy", timeouts=timeouts)
     await gateway.start()
     try:
         yield gateway
@@ -217,5 +217,5 @@ def renderer(model: str) -> Renderer:
     return Renderer.load(tokenizer_dir(model))
 
 
-def open_session(gateway: Gateway) -> AnySession:
+def open_session(gateway: Gateway) -> Session:
     return gateway.open_session("agent", seed=0, temperature=1.0, max_new_tokens=4096)

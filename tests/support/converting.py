@@ -9,9 +9,8 @@ from plain_jinja import Plain
 
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.tokenize import segments_of
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.types import Segment
+from dockyard.types import ASSISTANT, Message, Segment, ToolCall
 
 type Json = dict[str, Any]
 

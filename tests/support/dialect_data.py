@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.gateway.protocol import Call, Dialect, RefusedError, Reply, Served
-from dockyard.types import Finish, Turn
+from dockyard.gateway.protocol import Dialect, ModelReply, ModelRequest, RefusedError, ServedModel
+from dockyard.types import ASSISTANT, Finish, Message, ToolCall, Turn
 
-SERVED = Served("policy", lambda token_id: f"<{token_id}>")
+SERVED = ServedModel("policy", lambda token_id: f"<{token_id}>")
 LOOK = ToolCall("call_1", "bash", {"command": "ls é", "timeout": 5000.0})
 READ = ToolCall("call_2", "read", {"path": "a", "lines": {"from": 1, "to": 2}})
 
 
-def reply(text: str = "", reasoning: str = "", *calls: ToolCall, finish: Finish = Finish.STOP) -> Reply:
+def reply(text: str = "", reasoning: str = "", *calls: ToolCall, finish: Finish = Finish.STOP) -> ModelReply:
     turn = Turn(
         prompt_ids=np.array([1, 2, 3], np.int32),
         sampled_ids=np.array([4, 5], np.int32),
@@ -24,10 +23,10 @@ def reply(text: str = "", reasoning: str = "", *calls: ToolCall, finish: Finish 
         versions=np.array([0, 0], np.int32),
         finish=finish,
     )
-    return Reply(number=0, turn=turn, message=Message(ASSISTANT, text, reasoning, calls))
+    return ModelReply(number=0, turn=turn, message=Message(ASSISTANT, text, reasoning, calls))
 
 
-def outcome(dialect: Dialect, body: Any) -> Call | RefusedError:
+def outcome(dialect: Dialect, body: Any) -> ModelRequest | RefusedError:
     """What becomes of a body; any other error is the test's failure."""
     try:
         return dialect.parse(body)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from random_agent import Agent, Asked, Policy, Step, filled_in, run_without_threads
 
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
 from dockyard.gateway.sessions import Recording
-from dockyard.types import Json, Segment
+from dockyard.types import ASSISTANT, Json, Message, Segment, ToolCall
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.retries import Flight
+from dockyard.gateway.retries import PendingCall
 from dockyard.gateway.server import Gateway
 from dockyard.types import Finish
 
@@ -178,16 +178,16 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def flights(gateway: Gateway) -> list[Flight]:
-    """The answers that are on their way to an agent, or were."""
-    return [flight for guest in gateway._guests.values() for flight in guest.deliveries._flights.values()]
+def pending_calls(gateway: Gateway) -> list[PendingCall]:
+    """The recent calls of all sessions, answered or not."""
+    return [call for client in gateway._clients.values() for call in client.calls._calls.values()]
 
 
 async def until_sampled(gateway: Gateway) -> None:
     """Not only by the engine: an answer is made of its tokens in a thread."""
-    await until(lambda: all(flight.task.done() for flight in flights(gateway)))
+    await until(lambda: all(call.task.done() for call in pending_calls(gateway)))
 
 
 async def until_noticed(gateway: Gateway) -> None:
     """That an agent has hung up: nobody waits any more."""
-    await until(lambda: all(flight.num_waiting == 0 for flight in flights(gateway)))
+    await until(lambda: all(call.num_waiting == 0 for call in pending_calls(gateway)))

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 from jinja2.ext import loopcontrols
 
-from dockyard.gateway.messages import Message
+from dockyard.types import Message
 
 type Json = dict[str, Any]
 type Plain = Callable[[Sequence[Message], Sequence[Json], bool], str]

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from wire_agents import WIRES, Style, Wire
 
 from dockyard.engine.protocol import GenerateRequest, Generation
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
-from dockyard.gateway.protocol import RefusedError, Reply
+from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.protocol import ModelReply, RefusedError
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.sessions import Sampling, Session, SessionLimits
-from dockyard.types import Finish, Json
+from dockyard.gateway.sessions import Sampling, TokenSession
+from dockyard.types import ASSISTANT, Finish, Json, Message, Prompt, ToolCall
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Asked:
     prompt_ids: list[int]
     num_known: int
     """How many calls were recorded when this one was prepared."""
-    task: asyncio.Task[Reply]
+    task: asyncio.Task[ModelReply]
     answer: "asyncio.Future[list[int] | Exception]"
     wire_call: Any
     line: Line
@@ -240,7 +240,7 @@ class Agent:
         self.policy, self.wire = policy, habits.wire
         self.engine = HeldEngine()
         sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=5000)
-        self.session = Session("test", sampling, SessionLimits(), self.engine, policy.renderer)
+        self.session = TokenSession("test", sampling, SessionLimits(), self.engine, policy.renderer)
         system, tools = SYSTEM if habits.has_system else None, TOOLS if habits.has_tools else ()
         openings = [f"count the lines of {number}" for number in range(habits.num_conversations)]
         self.conversations = [Conversation(system, tools, [Message("user", opening)]) for opening in openings]

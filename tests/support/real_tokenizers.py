@@ -13,10 +13,9 @@ from random_agent import Policy
 from tokenizers import Tokenizer
 
 from dockyard.engine.model_dir import find_model
-from dockyard.gateway.messages import Message, Prompt
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.splice import without_tools
-from dockyard.types import Json
+from dockyard.types import Json, Message, Prompt
 
 QWEN_XML = (
     "{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You help.') }}"

@@ -16,6 +16,7 @@ from trials import write_task
 from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, RolloutConfig, RunConfig
 from dockyard.engine.protocol import ContextOverflow, Engine
 from dockyard.gateway.server import Gateway
+from dockyard.gateway.sessions import TokenSessions
 from dockyard.rollout import pool as pool_module
 from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.docker.compose import RUN_LABEL
@@ -110,7 +111,7 @@ class RowRunner:
         inside = runs_inside(row.agent)
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(row.engine(row))
-            gateway = Gateway(engine, tiny_renderer(), "policy")
+            gateway = Gateway(TokenSessions(engine, tiny_renderer()), "policy")
             stack.push_async_callback(gateway.close)
             first, *others = self.site.listen
             await gateway.start(first, also=others)

@@ -12,6 +12,7 @@ from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig, Rollo
 from dockyard.engine.protocol import Engine
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
+from dockyard.gateway.sessions import TokenSessions
 from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.environments import open_site, reachable
 from dockyard.rollout.order import Attempt
@@ -69,7 +70,7 @@ async def trial_runner(
     agent, policy_use = agent or AgentConfig(), policy_use or GatewayConfig()
     inside = runs_inside(agent)
     async with open_site(environment or EnvironmentConfig(), inside=inside) as site:
-        gateway = Gateway(engine, renderer or tiny_renderer(), "policy")
+        gateway = Gateway(TokenSessions(engine, renderer or tiny_renderer()), "policy")
         first, *others = site.listen
         await gateway.start(first, also=others)
         try:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from dockyard.gateway.dialects.chat import Chat
-from dockyard.gateway.dialects.messages import Messages
-from dockyard.gateway.dialects.responses import Responses
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.gateway.protocol import Served
+from dockyard.gateway.dialects.chat import ChatDialect
+from dockyard.gateway.dialects.messages import MessagesDialect
+from dockyard.gateway.dialects.responses import ResponsesDialect
+from dockyard.gateway.protocol import ServedModel
+from dockyard.types import ASSISTANT, Message, ToolCall
 
 type Json = dict[str, Any]
-SERVED = Served("policy", lambda token_id: f"<{token_id}>")
+SERVED = ServedModel("policy", lambda token_id: f"<{token_id}>")
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Wire(Protocol):
     """One dialect from the agent's side."""
 
     @property
-    def dialect(self) -> Chat | Messages | Responses: ...
+    def dialect(self) -> ChatDialect | MessagesDialect | ResponsesDialect: ...
     def body(self, messages: Sequence[Message], tools: Sequence[Json], style: Style) -> Json: ...
     def answer(self, body: Json) -> Message: ...
 
 
 class ChatWire:
-    dialect = Chat(SERVED)
+    dialect = ChatDialect(SERVED)
 
     def body(self, messages: Sequence[Message], tools: Sequence[Json], style: Style) -> Json:
         return {"messages": [self._message(message, style) for message in messages], "tools": list(tools)}
@@ -73,7 +73,7 @@ class ChatWire:
 
 
 class MessagesWire:
-    dialect = Messages(SERVED)
+    dialect = MessagesDialect(SERVED)
 
     def body(self, messages: Sequence[Message], tools: Sequence[Json], style: Style) -> Json:
         opening = [message for message in messages[:1] if message.role == "system"]
@@ -115,7 +115,7 @@ class MessagesWire:
 
 
 class ResponsesWire:
-    dialect = Responses(SERVED)
+    dialect = ResponsesDialect(SERVED)
 
     def body(self, messages: Sequence[Message], tools: Sequence[Json], style: Style) -> Json:
         return {

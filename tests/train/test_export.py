@@ -20,10 +20,10 @@ from dockyard.config import EngineConfig, GRPOConfig, ModelConfig, RunConfig, Ta
 from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.engine.weights import load_model
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import HeldoutScore, RunDir
 from dockyard.trainer.policy import Policy
+from dockyard.types import ASSISTANT, Message, Prompt
 
 type Dtype = Literal["auto", "float32", "bfloat16"]
 

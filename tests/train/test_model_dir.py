@@ -12,8 +12,8 @@ from dockyard.engine.embedded.engine import TransformersEngine
 from dockyard.engine.model_dir import DEMO_MODEL, _installers, find_model
 from dockyard.engine.weights import load_model, share_weights
 from dockyard.errors import DockyardError, EngineError
-from dockyard.gateway.messages import Message, Prompt
 from dockyard.gateway.render.renderer import Renderer
+from dockyard.types import Message, Prompt
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -172,14 +172,14 @@ def test_a_file_of_slimes_own_is_read(tmp_path: Path):
 @pytest.mark.parametrize("content", [[1, 2], {"samples": 3}, {"weights": torch.zeros(2)}])
 def test_a_file_of_something_else_is_named(tmp_path: Path, content: object):
     torch.save(content, tmp_path / "0.pt")
-    with pytest.raises(DockyardError, match="0.pt` holds no samples of SLiME's"):
+    with pytest.raises(DockyardError, match="0.pt` is not a SLiME file with samples"):
         list(read_samples(tmp_path / "0.pt"))
 
 
 def test_a_file_that_was_cut_is_named(tmp_path: Path):
     path = write(tmp_path / "0.pt", samples(*THREE))
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DockyardError, match="0.pt` holds no samples of SLiME's"):
+    with pytest.raises(DockyardError, match="0.pt` is not a SLiME file with samples"):
         list(read_samples(path))
 
 

@@ -13,7 +13,8 @@ from gateway_fakes import FakeEngine, Said, tiny_renderer
 
 from dockyard.errors import EngineError
 from dockyard.gateway.admin import Admin, Publish
-from dockyard.gateway.server import Gateway, Patience
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import TokenSessions
 
 TOKEN = "the-admin-token"
 BODY = {"messages": [{"role": "user", "content": "count the lines"}]}
@@ -48,7 +49,7 @@ class Trainer:
 
 @asynccontextmanager
 async def training(engine: FakeEngine, publish: Publish | None = None) -> AsyncIterator[Trainer]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=0.01))
+    gateway = Gateway(TokenSessions(engine, tiny_renderer()), "policy", timeouts=Timeouts(retry_grace_s=0.01))
     admin = Admin(gateway, TOKEN, publish=publish or engine.publish, describe=lambda: {"serve": {"calls": 0}})
     await gateway.start()
     url = await admin.start_port(0)
@@ -202,7 +203,7 @@ async def test_statistics_add_up_over_closed_sessions():
 
 
 async def test_a_unix_socket_is_the_users_alone_and_gone_afterwards(tmp_path: Path):
-    gateway = Gateway(FakeEngine(), tiny_renderer(), "policy")
+    gateway = Gateway(TokenSessions(FakeEngine(), tiny_renderer()), "policy")
     admin = Admin(gateway, TOKEN, publish=None)
     path = tmp_path / "admin.sock"
     assert await admin.start_socket(path) == f"unix:{path}"

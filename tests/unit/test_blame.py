@@ -79,7 +79,7 @@ def test_a_policy_that_was_never_asked_anything_it_could_answer_is_not_to_blame(
 
 
 def test_an_agent_that_gives_up_at_a_limit_failed_by_its_policy():
-    assert blame("", calls=2, limit="this session may have 2 calls") == ("model_limit", Blame.POLICY)
+    assert blame("", calls=2, limit="this session is limited to 2 calls") == ("model_limit", Blame.POLICY)
     assert blame("AgentTimeoutError", calls=2, limit="m") == ("agent_timeout", Blame.POLICY)
 
 

@@ -8,8 +8,8 @@ import pytest
 from converting import agent, ids, trajectory, user
 
 from dockyard.convert.atif import UnreadableError, read_trajectory
-from dockyard.convert.trajectory import TrajectoryText, read_told
-from dockyard.gateway.messages import Message, ToolCall
+from dockyard.convert.trajectory import TrajectoryText, read_trajectory_text
+from dockyard.types import Message, ToolCall
 
 type Json = dict[str, Any]
 
@@ -25,7 +25,7 @@ def write(file: Path, *steps: Json, **more: Any) -> Path:
 
 
 def told_by(folder: Path, *steps: Json, **more: Any) -> TrajectoryText:
-    return read_told(write(folder / "trajectory.json", *steps, **more))
+    return read_trajectory_text(write(folder / "trajectory.json", *steps, **more))
 
 
 def shown(told: TrajectoryText) -> list[tuple[str, list[str], list[str]]]:
@@ -320,8 +320,8 @@ def test_steps_of_a_task_are_joined_only_if_the_later_tells_the_earlier_as_its_o
     first = write(tmp_path / "1" / "trajectory.json", user("go"), agent("one"))
     again = write(tmp_path / "2" / "trajectory.json", user("go"), agent("one"), user("more"), agent("two"))
     copied = write(tmp_path / "3" / "trajectory.json", user("go"), agent("one", is_copied_context=True), agent("three"))
-    assert [said for *_, said in shown(read_told(first, again))] == [["one", "two"]]
-    assert [said for *_, said in shown(read_told(first, copied))] == [["one"], ["three"]]
+    assert [said for *_, said in shown(read_trajectory_text(first, again))] == [["one", "two"]]
+    assert [said for *_, said in shown(read_trajectory_text(first, copied))] == [["one"], ["three"]]
 
 
 def test_ids_that_were_kept_stay_with_their_conversation(tmp_path: Path):
@@ -344,10 +344,10 @@ def test_ids_that_were_kept_stay_with_their_conversation(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no ATIF trajectory: Invalid JSON"),
-        ("[]", "is no ATIF trajectory"),
+        ("{", "is not an ATIF trajectory: Invalid JSON"),
+        ("[]", "is not an ATIF trajectory"),
         ('{"schema_version": "ATIF-v1.8"}', "`steps`: Field required"),
-        ('{"schema_version": "ATIF-v2.0", "steps": []}', "is `ATIF-v2.0`; `ATIF-v1.0` to `ATIF-v1.8` can be read"),
+        ('{"schema_version": "ATIF-v2.0", "steps": []}', "is `ATIF-v2.0`; `ATIF-v1.0` to `ATIF-v1.8` are supported"),
         ('{"schema_version": "ATIF-v1.8", "steps": [{"source": "robot"}]}', "`steps.0.source`"),
     ],
 )

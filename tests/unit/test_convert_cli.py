@@ -127,7 +127,7 @@ def test_when_nothing_converts_the_exit_code_is_1_and_no_file_is_touched(capsys:
     Path("s.json").write_text("mine")
     assert convert("job", "--tokenizer", tiny_model(), "--output", "s.json", "--traces", "t.parquet") == 1
     assert (Path("s.json").read_text(), Path("t.parquet").exists()) == ("mine", False)
-    assert "no_model_calls 1\n    job/a__1: `oracle` asks no model" in capsys.readouterr().err
+    assert "no_model_calls 1\n    job/a__1: `oracle` calls no model" in capsys.readouterr().err
 
 
 def test_without_files_it_says_what_could_be_converted(job: Path, capsys: pytest.CaptureFixture[str]):
@@ -160,7 +160,7 @@ def test_a_source_is_not_written_over(job: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("nowhere", "there is no `nowhere`"), ("empty", "`empty` holds no trials")]
+    ("source", "message"), [("nowhere", "`nowhere` does not exist"), ("empty", "`empty` holds no trials")]
 )
 def test_a_source_that_is_none_is_an_error(source: str, message: str, capsys: pytest.CaptureFixture[str]):
     Path("empty").mkdir()
@@ -183,8 +183,8 @@ def test_of_many_trials_that_were_skipped_for_one_reason_the_table_has_three_and
         assert convert("job", "--json") == 1
     out, err = capsys.readouterr()
     table = err[err.index("trials  ") :]
-    assert [number for number in range(9) if f"job/a__{number}: `nop` asks no model" in table] == [0, 1, 2]
-    assert "and 6 more, named above" in table
+    assert [number for number in range(9) if f"job/a__{number}: `nop` calls no model" in table] == [0, 1, 2]
+    assert "and 6 more, listed above" in table
     assert [number for number in range(9) if f"job/a__{number}: `nop`" in caplog.text] == [3, 4, 5, 6, 7, 8]
     assert [trial["where"] for trial in json.loads(out)["skipped_trials"]] == [f"job/a__{n}" for n in range(9)]
 

@@ -11,7 +11,7 @@ from tool_templates import BASH
 
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.tokenize import segments_of
-from dockyard.gateway.messages import ASSISTANT, Message
+from dockyard.types import ASSISTANT, Message
 
 pytestmark = pytest.mark.tokenizers
 

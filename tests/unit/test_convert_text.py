@@ -14,10 +14,10 @@ from tool_templates import BASH
 
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.tokenize import segments_of
-from dockyard.gateway.messages import Message, Prompt, ToolCall
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.splice import without_tools
 from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.types import Message, Prompt, ToolCall
 
 THINKER = HERMES.replace(
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -170,7 +170,7 @@ def test_replies_that_follow_each_other_each_have_a_prompt():
 
 @pytest.mark.parametrize("messages", [(said("ls"),), (said("ls"), ASK, said("wc"))])
 def test_a_conversation_that_the_model_begins_cannot_be_rendered(messages: tuple[Message, ...]):
-    with pytest.raises(TemplateRejectionError, match="nothing comes before"):
+    with pytest.raises(TemplateRejectionError, match="there is no message before"):
         segments_of(told(*messages), renderer(CHATML))
 
 

@@ -11,16 +11,16 @@ from converting import agent, ids, runs, trajectory, user
 from finished_jobs import raised, write_trial
 from gateway_fakes import tiny, tiny_model, tiny_renderer, write_model
 
+from dockyard.chat_format import parse_exchange
 from dockyard.config import RunConfig
 from dockyard.convert.conversation import Converted
 from dockyard.convert.read import count_trials, read_trials
 from dockyard.convert.samples import SampleNumbers, converted_samples, groups_of
 from dockyard.convert.traces import write_traces
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
-from dockyard.types import Blame, Failure, IntArray, Json, Rollout, Segment
+from dockyard.types import Blame, Failure, IntArray, Json, Message, Rollout, Segment
 
 GO = user("please list the files in the folder and count the lines")
 STEPS = (GO, agent("ls"), user("a b"), agent("two"))
@@ -105,9 +105,9 @@ def test_ids_of_a_trajectory_are_used_where_the_result_has_none_and_missing_ones
 @pytest.mark.parametrize(
     ("prompt", "sampled", "detail"),
     [
-        (PROMPT, [151_645], "id 151645 is none of this tokenizer's"),
-        (PROMPT, [-7], "id -7 is none of this tokenizer's"),
-        ([token_id + 40 for token_id in PROMPT], DRAWN, "its ids read as 0% of the words that were said"),
+        (PROMPT, [151_645], "id 151645 is not in this tokenizer's vocabulary"),
+        (PROMPT, [-7], "id -7 is not in this tokenizer's vocabulary"),
+        ([token_id + 40 for token_id in PROMPT], DRAWN, "its decoded ids contain 0% of the words of the conversation"),
     ],
 )
 def test_ids_of_another_tokenizer_are_not_trained_on(
@@ -216,7 +216,7 @@ def test_a_trajectory_alone_has_no_reward_unless_it_lies_in_its_trial(tmp_path: 
 
 
 def test_a_source_that_is_not_there_or_holds_nothing_is_an_error(tmp_path: Path):
-    with pytest.raises(DockyardError, match="there is no"):
+    with pytest.raises(DockyardError, match="does not exist"):
         list(read_trials(tmp_path / "none", None))
     with pytest.raises(DockyardError, match="holds no trials"):
         list(read_trials(tmp_path, None))
@@ -271,7 +271,7 @@ def test_the_rollouts_of_a_run_stay_as_they_were_recorded(run: RunDir):
 
 
 def test_a_run_in_text_mode_is_tokenised(run: RunDir):
-    run.write_rollout(ROLLOUTS, rollout(0, exchanges=(EXCHANGE,)))
+    run.write_rollout(ROLLOUTS, rollout(0, exchanges=(parse_exchange(EXCHANGE),)))
     [found] = read_trials(run.path, tiny_renderer())
     assert (found.exact, spoken(found)) == (False, ["ls<|im_end|>"])
 
@@ -346,7 +346,7 @@ def test_a_trial_that_was_never_graded_has_no_reward_and_keeps_its_words(tmp_pat
     details = {"rollout_details": [DETAILS]}
     write_trial(tmp_path, "b__1", agent="terminus-2", agent_result=details, verifier_result=verified)
     for found in read_trials(tmp_path, tiny_renderer()):
-        assert (found.skipped, found.detail) == ("no_reward", "it was never graded")
+        assert (found.skipped, found.detail) == ("no_reward", "the trial was not graded")
         assert (found.rollout.reward, found.rollout.segments) == (None, ())
     assert len(converted(tmp_path)["a__1"].conversations) == 1
 
@@ -371,7 +371,7 @@ def test_what_nobody_thought_of_costs_one_trial(tmp_path: Path, run: RunDir):
     tell(write_trial(tmp_path / "job", "a__1"), user("go"), agent("boom"))
     tell(write_trial(tmp_path / "job", "b__1"))
     for number, word in enumerate(("boom", "ls")):
-        exchange = EXCHANGE | {"reply": {"role": "assistant", "content": word}}
+        exchange = parse_exchange(EXCHANGE | {"reply": {"role": "assistant", "content": word}})
         run.write_rollout(ROLLOUTS, rollout(number, exchanges=(exchange,)))
     write_traces(tmp_path / "t.parquet", read_trials(tmp_path / "job", None))
     renderer = Picky.load(tiny_model())

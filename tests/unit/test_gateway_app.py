@@ -12,9 +12,12 @@ import pytest
 from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_noticed, until_sampled
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
-from dockyard.gateway.accounting import Recording, SessionLimits
-from dockyard.gateway.server import BODY_LIMIT, Gateway, Patience
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
+from dockyard.gateway.dialects import ROUTES, DialectRoute
+from dockyard.gateway.protocol import ServedModel
+from dockyard.gateway.request_body import BODY_LIMIT
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import Session, TokenSessions
 from dockyard.types import Finish
 
 USER = {"role": "user", "content": "count the lines"}
@@ -26,7 +29,7 @@ class Client:
     def __init__(self, gateway: Gateway, http: aiohttp.ClientSession, **limits: Any) -> None:
         sampling = {"seed": 1, "temperature": 1.0, "max_new_tokens": 50} | limits
         self.gateway, self.http = gateway, http
-        self.session: AnySession = gateway.open_session("test", **sampling)
+        self.session: Session = gateway.open_session("test", **sampling)
 
     def post(self, *messages: dict[str, Any], key: str | None = None, **fields: Any):
         headers = {"Authorization": f"Bearer {key or self.session.key}"}
@@ -56,8 +59,9 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **patience: float) -> AsyncIterator[Callable[..., Client]]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(**{"retry_grace_s": 0.01} | patience))
+async def serving(engine: FakeEngine, **timeouts: float) -> AsyncIterator[Callable[..., Client]]:
+    sessions = TokenSessions(engine, tiny_renderer())
+    gateway = Gateway(sessions, "policy", timeouts=Timeouts(**{"retry_grace_s": 0.01} | timeouts))
     await gateway.start()
     async with aiohttp.ClientSession() as http:
         yield lambda **limits: Client(gateway, http, **limits)
@@ -65,8 +69,8 @@ async def serving(engine: FakeEngine, **patience: float) -> AsyncIterator[Callab
 
 
 @asynccontextmanager
-async def one_client(engine: FakeEngine, **patience: float) -> AsyncIterator[Client]:
-    async with serving(engine, **patience) as open_client:
+async def one_client(engine: FakeEngine, **timeouts: float) -> AsyncIterator[Client]:
+    async with serving(engine, **timeouts) as open_client:
         yield open_client()
 
 
@@ -326,3 +330,17 @@ async def test_a_session_past_its_calls_is_refused():
         answers = [await client.ask(USER) for _ in range(2)]
     assert [status for status, _ in answers] == [200, 403]
     assert answers[1][1]["error"]["code"] == "calls_limit_reached"
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+@pytest.mark.parametrize("prefix", ["", "/s/test"])
+async def test_every_route_of_the_table_is_served_and_refuses_in_its_own_dialect(route: DialectRoute, prefix: str):
+    dialect = route.dialect(ServedModel("policy", str))
+    async with one_client(FakeEngine()) as client:
+        url = client.gateway.root_url + prefix + route.path
+        async with client.http.post(url, json={}, headers={"x-api-key": "wrong"}) as response:
+            assert (response.status, await response.json()) == (401, dialect.error(unknown_key()))
+        async with client.http.post(url, json={}, headers={"x-api-key": client.session.key}) as response:
+            assert response.status == 400
+        async with client.http.get(url, headers={"x-api-key": client.session.key}) as response:
+            assert response.status == 404

@@ -9,12 +9,11 @@ from hypothesis import given
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from dockyard.gateway.dialects.chat import Chat, ChatCall
-from dockyard.gateway.messages import Message, ToolCall
-from dockyard.gateway.protocol import OVERFLOW, Call, RefusedError, Reply
-from dockyard.types import Finish
+from dockyard.gateway.dialects.chat import ChatDialect, ChatRequest
+from dockyard.gateway.protocol import OVERFLOW, ModelReply, ModelRequest, RefusedError
+from dockyard.types import Finish, Message, ToolCall
 
-CHAT = Chat(SERVED)
+CHAT = ChatDialect(SERVED)
 USER = {"role": "user", "content": "hi"}
 REPLY = reply("hello", finish=Finish.LENGTH)
 BASH = {"name": "bash", "description": "runs", "parameters": {"type": "object"}}
@@ -41,7 +40,7 @@ FULL: dict[str, Any] = {
 }
 
 
-def parse(*messages: dict[str, Any], **fields: Any) -> ChatCall:
+def parse(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
     return CHAT.parse({"model": "any", "messages": list(messages), **fields})
 
 
@@ -49,7 +48,7 @@ def parsed(*messages: dict[str, Any]) -> tuple[Message, ...]:
     return parse(*messages).prompt.messages
 
 
-def events(call: Call, answer: Reply = REPLY) -> list[Any]:
+def events(call: ModelRequest, answer: ModelReply = REPLY) -> list[Any]:
     lines = (call.begin(answer) + call.events(answer)).decode().split("\n\n")
     assert lines.pop() == ""
     data = [line.removeprefix("data: ") for line in lines]
@@ -132,9 +131,9 @@ def test_what_an_agent_sends_beyond_that_is_ignored():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`image_url`"),
         ({"messages": [USER], "n": 2}, "`n` is 2"),
         ({"messages": [USER], "max_tokens": 0}, "`max_tokens`"),
-        ({"messages": [USER], "tools": [{"type": "custom", "custom": {}}]}, "`tools.0` is of type `custom`"),
+        ({"messages": [USER], "tools": [{"type": "custom", "custom": {}}]}, "`tools.0` has the type `custom`"),
         ({"messages": [USER], "tools": [{"function": {}}]}, "`tools.0.function.name`"),
-        ({"messages": [USER], "functions": [BASH]}, "`functions` is not served"),
+        ({"messages": [USER], "functions": [BASH]}, "`functions` is not supported"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "`messages.1.tool_calls.0.function`"),
     ],
 )
@@ -201,7 +200,7 @@ def test_calls_and_thoughts_are_read_by_openais_types():
 
 
 @pytest.mark.parametrize("answer", [reply("hello", "hm", LOOK, READ), reply("x"), reply()])
-def test_openais_client_puts_a_stream_together_to_the_whole_answer(answer: Reply):
+def test_openais_client_puts_a_stream_together_to_the_whole_answer(answer: ModelReply):
     call = parse(USER, stream=True, stream_options={"include_usage": True})
     state = ChatCompletionStreamState()
     for chunk in events(call, answer)[:-1]:

@@ -22,10 +22,11 @@ from wire_agents import WIRES, Style
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.admin import Admin
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.server import BODY_LIMIT, Gateway, Patience
-from dockyard.gateway.sessions import Session
+from dockyard.gateway.request_body import BODY_LIMIT
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import TokenSession, TokenSessions
+from dockyard.types import ASSISTANT, Message, ToolCall
 
 NUM_MORE = int(os.environ.get("DOCKYARD_FUZZ") or 400)
 """Examples of each test of `make soak`."""
@@ -79,9 +80,9 @@ class Attack:
         self.bystander = self.open("bystander")
         self.session = self.open("attacked")
 
-    def open(self, label: str) -> Session:
+    def open(self, label: str) -> TokenSession:
         session = self.gateway.open_session(label, seed=1, temperature=1.0, max_new_tokens=50)
-        assert isinstance(session, Session)
+        assert isinstance(session, TokenSession)
         return session
 
     @property
@@ -91,7 +92,7 @@ class Attack:
     async def send(self, request: RawRequest) -> RawAnswer | None:
         return await exchange(self.port, request)
 
-    async def ask(self, session: Session, path: str = "/v1/chat/completions") -> RawAnswer:
+    async def ask(self, session: TokenSession, path: str = "/v1/chat/completions") -> RawAnswer:
         answer = await self.send(with_key(session, RawRequest(path=path, body=dumped(BODIES[path]))))
         assert answer is not None
         return answer
@@ -103,11 +104,11 @@ class Attack:
         assert (await self.ask(self.session)).status == 200
 
 
-def key_of(session: Session) -> tuple[tuple[str, str], ...]:
+def key_of(session: TokenSession) -> tuple[tuple[str, str], ...]:
     return (("Authorization", f"Bearer {session.key}"),)
 
 
-def with_key(session: Session, request: RawRequest) -> RawRequest:
+def with_key(session: TokenSession, request: RawRequest) -> RawRequest:
     return replace(request, headers=(*key_of(session), *request.headers))
 
 
@@ -117,8 +118,8 @@ def dumped(body: Any) -> bytes:
 
 @asynccontextmanager
 async def attacked(engine: Busy) -> AsyncIterator[Attack]:
-    patience = Patience(retry_grace_s=0.01, keep_alive_s=0.005, transfer_s=5)
-    gateway = Gateway(engine, renderer(), "policy", patience=patience)
+    timeouts = Timeouts(retry_grace_s=0.01, keep_alive_s=0.005, transfer_s=5)
+    gateway = Gateway(TokenSessions(engine, renderer()), "policy", timeouts=timeouts)
     await gateway.start()
     try:
         yield Attack(gateway, engine)

@@ -11,14 +11,13 @@ from tool_templates import BASH, HERMES, XML, renderer_of
 
 from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.gateway.accounting import SessionLimits
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.gateway.server import Gateway, Patience
-from dockyard.gateway.sessions import Sampling, Session
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import Sampling, TokenSession, TokenSessions
 from dockyard.rl.statistics import gateway_metrics
-from dockyard.types import Finish, Json, Rollout
+from dockyard.types import ASSISTANT, Finish, Json, Message, Prompt, Rollout, ToolCall
 
 SYSTEM, USER = Message("system", "Be brief."), Message("user", "count the lines")
 RESULT = Message("tool", "3", call_id="call_1")
@@ -59,9 +58,9 @@ def test_words_that_are_parts_of_control_tokens_are_rendered_as_they_are(word: s
     assert word in "".join(renderer.token_text(token_id) for token_id in ids)
 
 
-def open_session(engine: FakeEngine, **limits: Any) -> Session:
+def open_session(engine: FakeEngine, **limits: Any) -> TokenSession:
     sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=50)
-    return Session("test", sampling, SessionLimits(**limits), engine, tiny_renderer())
+    return TokenSession("test", sampling, SessionLimits(**limits), engine, tiny_renderer())
 
 
 class Nonsense(FakeEngine):
@@ -121,7 +120,7 @@ async def test_a_record_that_grows_too_large_takes_no_more_calls():
 
 async def test_an_answer_that_is_ready_after_its_agent_hung_up_is_not_trained_when_the_session_ends():
     engine = FakeEngine([Said("ls")], hold=asyncio.Event())
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=60))
+    gateway = Gateway(TokenSessions(engine, tiny_renderer()), "policy", timeouts=Timeouts(retry_grace_s=60))
     await gateway.start()
     session = gateway.open_session("test", seed=1, temperature=1.0, max_new_tokens=50)
     body = {"messages": [{"role": "user", "content": "hi"}]}

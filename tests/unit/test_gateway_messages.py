@@ -8,16 +8,15 @@ from dialect_data import LOOK, READ, SERVED, json_values, named_events, outcome,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dockyard.gateway.dialects.messages import Messages, MessagesCall
-from dockyard.gateway.messages import Message, ToolCall
+from dockyard.gateway.dialects.messages import MessagesDialect, MessagesRequest
 from dockyard.gateway.protocol import OVERFLOW, RefusedError
-from dockyard.types import Finish
+from dockyard.types import Finish, Message, ToolCall
 
-MESSAGES = Messages(SERVED)
+MESSAGES = MessagesDialect(SERVED)
 USER = {"role": "user", "content": "hi"}
 
 
-def parse(*messages: dict[str, Any], **fields: Any) -> MessagesCall:
+def parse(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
     return MESSAGES.parse({"model": "any", "max_tokens": 32000, "messages": list(messages), **fields})
 
 

@@ -9,12 +9,11 @@ from hypothesis import given
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from dockyard.gateway.dialects.responses import Responses, ResponsesCall
-from dockyard.gateway.messages import Message, ToolCall
+from dockyard.gateway.dialects.responses import ResponsesDialect, ResponsesRequest
 from dockyard.gateway.protocol import OVERFLOW, RefusedError
-from dockyard.types import Finish
+from dockyard.types import Finish, Message, ToolCall
 
-RESPONSES = Responses(SERVED)
+RESPONSES = ResponsesDialect(SERVED)
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 SPAWN = ToolCall("call_3", "agents.spawn", {"message": "count"})
@@ -33,7 +32,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def parse(*items: dict[str, Any], **fields: Any) -> ResponsesCall:
+def parse(*items: dict[str, Any], **fields: Any) -> ResponsesRequest:
     return RESPONSES.parse({"model": "any", "input": list(items), **fields})
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from gateway_fakes import FakeEngine, Said, flights, tiny_renderer, until, until_noticed, until_sampled
+from gateway_fakes import FakeEngine, Said, pending_calls, tiny_renderer, until, until_noticed, until_sampled
 from raw_http import RawAnswer, RawRequest, exchange
 
-from dockyard.gateway.server import Gateway, Patience
-from dockyard.gateway.sessions import AnySession, Recording
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import Recording, Session, TokenSessions
 
 USER = {"role": "user", "content": "count the lines"}
 ROUTES = {
@@ -29,7 +29,7 @@ class Client:
 
     def __init__(self, gateway: Gateway, engine: FakeEngine, path: str, *, stream: bool) -> None:
         self.gateway, self.engine, self.path, self.stream = gateway, engine, path, stream
-        self.session: AnySession = gateway.open_session("test", seed=1, temperature=1.0, max_new_tokens=50)
+        self.session: Session = gateway.open_session("test", seed=1, temperature=1.0, max_new_tokens=50)
 
     def request(self, *headers: tuple[str, str]) -> RawRequest:
         body = json.dumps({**ROUTES[self.path], "stream": self.stream}).encode()
@@ -75,7 +75,7 @@ class Client:
 
 @asynccontextmanager
 async def serving(engine: FakeEngine, path: str, *, stream: bool) -> AsyncIterator[Client]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=GRACE_S))
+    gateway = Gateway(TokenSessions(engine, tiny_renderer()), "policy", timeouts=Timeouts(retry_grace_s=GRACE_S))
     await gateway.start()
     yield Client(gateway, engine, path, stream=stream)
     await gateway.close()
@@ -102,7 +102,7 @@ async def test_a_request_repeated_while_the_engine_works_gets_the_answer_under_w
     async with serving(engine := FakeEngine([LS]), path, stream=stream) as client:
         await client.hang_up()
         second = asyncio.create_task(client.ask())
-        await until(lambda: flights(client.gateway)[0].num_waiting == 1)
+        await until(lambda: pending_calls(client.gateway)[0].num_waiting == 1)
         await client.release()
         answer = await second
         recording = client.close()
@@ -187,7 +187,7 @@ async def test_the_same_request_twice_at_once_is_two_calls_unless_one_says_it_is
         tasks = [asyncio.create_task(client.ask()) for _ in range(2)]
         await until(lambda: len(engine.requests) == 2)
         tasks.append(asyncio.create_task(client.ask(RETRY)))
-        await until(lambda: sum(flight.num_waiting for flight in flights(client.gateway)) == 2)
+        await until(lambda: sum(call.num_waiting for call in pending_calls(client.gateway)) == 2)
         await client.release()
         bodies = [(await task).body for task in tasks]
         recording = client.close()

@@ -7,22 +7,22 @@ import pytest
 from gateway_fakes import IM_END, FakeEngine, Said, tiny, tiny_renderer, until
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
-from dockyard.gateway.messages import Message, Prompt
-from dockyard.gateway.protocol import RefusedError, Reply
-from dockyard.gateway.sessions import Sampling, Session, SessionLimits, turn_seed
-from dockyard.types import Finish
+from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.protocol import ModelReply, RefusedError
+from dockyard.gateway.sessions import Sampling, TokenSession, turn_seed
+from dockyard.types import Finish, Message, Prompt
 
 SYSTEM, USER = Message("system", "Be brief."), Message("user", "count the lines")
 
 
 def open_session(
     engine: FakeEngine, *, seed: int = 1, max_new_tokens: int = 50, max_calls: int | None = None
-) -> Session:
+) -> TokenSession:
     sampling = Sampling(seed=seed, temperature=0.7, max_new_tokens=max_new_tokens)
-    return Session("test", sampling, SessionLimits(max_calls=max_calls), engine, tiny_renderer())
+    return TokenSession("test", sampling, SessionLimits(max_calls=max_calls), engine, tiny_renderer())
 
 
-async def ask(session: Session, *messages: Message, max_tokens: int | None = None) -> Reply:
+async def ask(session: TokenSession, *messages: Message, max_tokens: int | None = None) -> ModelReply:
     return await session.submit(Prompt(messages), max_tokens)
 
 

@@ -19,9 +19,8 @@ from dockyard.convert.conversation import Conversation, Converted
 from dockyard.convert.read import read_trials
 from dockyard.convert.samples import SampleNumbers, converted_samples
 from dockyard.convert.traces import write_traces
-from dockyard.gateway.messages import Message
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.types import Segment
+from dockyard.types import Message, Segment
 
 TRIALS = Path(__file__).parents[1] / "data" / "trials"
 TEXTS = ("I write it.", "", "Two spaces.", "", "", "Once more.", "Done: thé.")

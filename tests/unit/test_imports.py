@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # any of them, and nobody imports it but for the version.
 ORDER = (
     "types",
+    "chat_format",
     "errors",
     "cache",
     "process",
@@ -177,9 +178,9 @@ def test_the_checker_sees_an_arrow_that_points_up(tmp_path: Path, source: str):
     "source",
     [
         "from dockyard.engine.protocol import Engine",
-        "from dockyard.gateway.matching import Forest",
+        "from dockyard.gateway.matching import SessionHistory",
         "from . import matching",
-        "from .matching import Forest",
+        "from .matching import SessionHistory",
         "from ..types import Turn",
         "from dockyard import __version__",
         "import dockyards",

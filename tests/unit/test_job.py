@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 from finished_jobs import RAN, raised, write_trial
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dockyard.errors import DockyardError
-from dockyard.rollout.details import num_turns, segments_of
+from dockyard.gateway.token_tree import stitch_turns
+from dockyard.rollout.details import num_turns, segments_of, stored_turn
 from dockyard.rollout.job import read_job
-from dockyard.types import Blame, Rollout, Segment
+from dockyard.types import Blame, Rollout, Segment, Turn
 
 
 def only(job: Path) -> Rollout:
@@ -157,6 +160,65 @@ def test_answers_that_cannot_be_told_apart_give_no_segment():
     detail: Any = {"prompt_token_ids": [[1], [1, 10, 2]], "completion_token_ids": [[10]]}
     assert segments_of([detail]) == ()
     assert num_turns([detail]) == 2
+
+
+ids = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
+@st.composite
+def linear_turns(draw: st.DrawFn) -> list[Turn]:
+    """Each prompt continues the turn before it, or begins a history of its own."""
+    turns: list[Turn] = []
+    before: list[int] = []
+    for number in range(draw(st.integers(1, 8))):
+        continues = draw(st.booleans())
+        prompt = [*(before if continues else [10 + number]), *draw(ids)]
+        sampled = draw(ids)
+        logprobs = draw(st.none() | st.just([-0.5] * len(sampled)))
+        turns.append(stored_turn(prompt, sampled, logprobs))
+        before = prompt + sampled
+    return turns
+
+
+def joined_in_order(turns: list[Turn]) -> list[tuple[list[int], list[int], list[float] | None]]:
+    """Segments by comparing each prompt with the turn before it only."""
+    runs: list[list[Turn]] = []
+    for turn in turns:
+        before = [*runs[-1][-1].prompt_ids, *runs[-1][-1].sampled_ids] if runs else None
+        if before is None or turn.prompt_ids[: len(before)].tolist() != before:
+            runs.append([])
+        runs[-1].append(turn)
+    return [joined(run) for run in runs]
+
+
+def joined(run: list[Turn]) -> tuple[list[int], list[int], list[float] | None]:
+    whole = [*run[-1].prompt_ids.tolist(), *run[-1].sampled_ids.tolist()]
+    logprobs: list[float] | None = [0.0] * len(whole)
+    for turn in run:
+        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
+        if logprobs is not None:
+            logprobs = None if turn.logprobs is None else [*logprobs[:start], *turn.logprobs.tolist(), *logprobs[end:]]
+    return whole, [token for turn in run for token in turn.sampled_ids.tolist()], logprobs
+
+
+@given(linear_turns())
+def test_turns_that_follow_one_another_are_joined_as_by_comparing_each_with_the_one_before(turns: list[Turn]):
+    segments = stitch_turns(turns)
+    assert [shown(segment) for segment in segments] == joined_in_order(turns)
+    assert all(segment.versions is None for segment in segments)
+
+
+def test_a_history_that_returns_to_an_earlier_turn_is_one_segment_with_it():
+    detail: Any = {"prompt_token_ids": [[1], [9], [1, 10, 2]], "completion_token_ids": [[10], [20], [11]]}
+    assert [shown(segment)[:2] for segment in segments_of([detail])] == [
+        ([9, 20], [20]),
+        ([1, 10, 2, 11], [10, 11]),
+    ]
+
+
+def test_of_two_answers_to_the_same_prompt_the_one_that_was_continued_is_kept():
+    detail: Any = {"prompt_token_ids": [[1], [1], [1, 10, 2]], "completion_token_ids": [[10], [20], [11]]}
+    assert [shown(segment)[:2] for segment in segments_of([detail])] == [([1, 10, 2, 11], [10, 11])]
 
 
 def test_summaries_are_segments_of_their_own(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dockyard.convert.logs import conversation_from_log
-from dockyard.gateway.messages import Message, ToolCall
+from dockyard.types import Message, ToolCall
 
 START = """
 # aider chat started at 2026-11-15 13:27:46

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tool_templates import BASH, HERMES, XML, renderer_of
 
-from dockyard.gateway.messages import Message
+from dockyard.types import Message
 
 EMPTY = np.empty(0, np.int32)
 

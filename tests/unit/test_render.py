@@ -13,10 +13,10 @@ from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer, models
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message, Prompt
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
+from dockyard.types import Message, Prompt
 
 USER = Message("user", "list the files")
 HISTORY = [

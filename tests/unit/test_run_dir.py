@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
@@ -22,7 +23,17 @@ from dockyard.run_dir.durable import append_line, read_lines
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.settings.text import settings_by_key
-from dockyard.types import Blame, Failure, Rollout, Segment
+from dockyard.types import (
+    Blame,
+    Exchange,
+    Failure,
+    Finish,
+    Message,
+    Prompt,
+    Rollout,
+    Segment,
+    ToolCall,
+)
 
 CONFIG = RunConfig(tasks=TasksConfig(source="demo"), grpo=GRPOConfig(group_size=3))
 
@@ -83,6 +94,57 @@ def test_log_probabilities_survive_json_to_the_bit(logprobs: list[float]):
     rollout = a_rollout(segments=(a_segment(logprobs),))
     line = to_line(RecordedRollout(phase=EVAL_BEFORE, group=0, rollout=rollout))
     assert parts_of(from_line(line).rollout) == parts_of(rollout)
+
+
+CALL = ToolCall("c1", "bash", {"command": "ls é", "n": 1.5})
+EXCHANGE = Exchange(
+    prompt=Prompt(
+        (
+            Message("system", "Be brief."),
+            Message("user", "go"),
+            Message("assistant", "", "Hm.", (CALL,)),
+            Message("tool", "seen", call_id="c1"),
+        ),
+        ({"type": "function", "function": {"name": "bash", "description": "", "parameters": {"type": "object"}}},),
+    ),
+    reply=Message("assistant", "done"),
+    finish=Finish.LENGTH,
+    num_prompt=12,
+    num_sampled=3,
+    delivered=False,
+)
+EXCHANGE_JSON = (
+    r'{"messages":[{"role":"system","content":"Be brief."},{"role":"user","content":"go"},{"role":"assistant",'
+    r'"content":null,"reasoning_content":"Hm.","tool_calls":[{"id":"c1","type":"function","function":{"name":"bash",'
+    r'"arguments":"{\"command\": \"ls é\", \"n\": 1.5}"}}]},{"role":"tool","content":"seen","tool_call_id":"c1"}],'
+    r'"tools":[{"type":"function","function":{"name":"bash","description":"","parameters":{"type":"object"}}}],'
+    r'"reply":{"role":"assistant","content":"done"},"finish":"length",'
+    r'"usage":{"prompt_tokens":12,"completion_tokens":3},"delivered":false,"auxiliary":false}'
+)
+
+
+def test_a_text_mode_call_is_stored_in_the_form_that_run_folders_have_always_had():
+    rollout = a_rollout(segments=(), exchanges=(EXCHANGE,))
+    line = to_line(RecordedRollout(phase=EVAL_BEFORE, group=0, rollout=rollout))
+    assert f'"exchanges":[{EXCHANGE_JSON}]' in line.decode()
+    assert from_line(line).rollout.exchanges == (EXCHANGE,)
+
+
+def test_a_text_mode_call_of_an_older_run_may_lack_what_was_added_later():
+    line = json.loads(to_line(RecordedRollout(phase=EVAL_BEFORE, group=0, rollout=a_rollout(segments=()))))
+    line["exchanges"] = [{"messages": [{"role": "user", "content": "go"}], "reply": {"role": "assistant"}}]
+    [exchange] = from_line(json.dumps(line).encode()).rollout.exchanges
+    assert exchange == Exchange(
+        prompt=Prompt((Message("user", "go"),)), reply=Message("assistant", ""), finish=Finish.STOP
+    )
+
+
+@pytest.mark.parametrize("damaged", [7, {}, {"messages": [7], "reply": {"role": "assistant"}}, {"messages": []}])
+def test_a_damaged_text_mode_call_is_a_validation_error(damaged: object):
+    line = json.loads(to_line(RecordedRollout(phase=EVAL_BEFORE, group=0, rollout=a_rollout(segments=()))))
+    line["exchanges"] = [damaged]
+    with pytest.raises(ValidationError, match="not a recorded model call"):
+        from_line(json.dumps(line).encode())
 
 
 @pytest.mark.parametrize(

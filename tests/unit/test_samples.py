@@ -282,7 +282,7 @@ def broken(**fields: object) -> str:
         (broken(response_length=9), "`response_length` is 9, with 3 `tokens`"),
         (
             broken(response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=None, versions=None),
-            "its first token is sampled, with nothing before it",
+            "its first token is marked as sampled, but there is no prompt before it",
         ),
     ],
 )
@@ -300,7 +300,9 @@ def test_a_parquet_of_something_else_is_named_with_its_columns(tmp_path: Path):
 
     path = tmp_path / "other.parquet"
     pandas.DataFrame({"text": ["a"], "index": [1]}).to_parquet(path)
-    with pytest.raises(DockyardError, match="has the columns `text`, `index`, and lacks `group_index`, `tokens`"):
+    with pytest.raises(
+        DockyardError, match="its columns are `text`, `index`, and `group_index`, `tokens`.* are missing"
+    ):
         list(read_samples(path))
 
 

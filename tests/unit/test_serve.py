@@ -18,12 +18,13 @@ from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_
 
 from dockyard.collect.model_files import find_files
 from dockyard.errors import DockyardError, UsageError
-from dockyard.gateway.messages import Message, Prompt
-from dockyard.gateway.protocol import UNSERVED
-from dockyard.gateway.server import Gateway, Patience
-from dockyard.gateway.shared_session import Conversations
+from dockyard.gateway.protocol import UNSUPPORTED_PARAMETERS
+from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.sessions import TokenSessions
+from dockyard.gateway.shared_session import SharedSession
 from dockyard.serve.options import ServeOptions, add_serve, as_flag
-from dockyard.serve.server import keep_serving, open_house, serve
+from dockyard.serve.server import keep_serving, open_shared_session, serve
+from dockyard.types import Message, Prompt
 
 KEY = "the-key"
 
@@ -93,7 +94,7 @@ def test_help_names_every_parameter_that_has_no_effect(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         options("--help")
     shown = capsys.readouterr().out
-    assert [name for name in UNSERVED if f"{name}" not in shown] == []
+    assert [name for name in UNSUPPORTED_PARAMETERS if f"{name}" not in shown] == []
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Client:
     """Anybody who asks the server."""
 
     gateway: Gateway
-    house: Conversations
+    shared: SharedSession
     http: aiohttp.ClientSession
     key: str | None = KEY
 
@@ -117,13 +118,13 @@ class Client:
 
 @asynccontextmanager
 async def serving(engine: FakeEngine, *words: str, max_held: int | None = None) -> AsyncIterator[Client]:
-    gateway = Gateway(engine, tiny_renderer(), "policy", patience=Patience(retry_grace_s=0.01))
-    house = open_house(options(*(words or ("--api-key", KEY))), gateway)
+    gateway = Gateway(TokenSessions(engine, tiny_renderer()), "policy", timeouts=Timeouts(retry_grace_s=0.01))
+    shared = open_shared_session(options(*(words or ("--api-key", KEY))), gateway)
     if max_held is not None:
-        house.max_held = max_held
+        shared.max_held = max_held
     await gateway.start()
     async with aiohttp.ClientSession() as http:
-        yield Client(gateway, house, http)
+        yield Client(gateway, shared, http)
     await gateway.close()
 
 
@@ -211,8 +212,8 @@ async def test_conversations_that_begin_differently_are_apart_and_the_oldest_is_
         _, first = await client.ask("hi")
         for number in range(12):
             await client.ask(f"{number} other words to begin with")
-        assert client.house.stats["held_tokens"] <= 200
-        assert client.house.stats["forgotten"] > 0
+        assert client.shared.stats["held_tokens"] <= 200
+        assert client.shared.stats["forgotten"] > 0
         reply = first["choices"][0]["message"]["content"]
         assert (await client.ask("hi", reply, "go on"))[0] == 200
     before = [*engine.requests[0].prompt_ids.tolist(), *engine.generations[0].token_ids.tolist()]
@@ -236,7 +237,7 @@ async def test_one_conversation_alone_cannot_fill_the_memory():
     async with serving(FakeEngine(), max_held=100) as client:
         for number in range(8):
             await client.ask("hi", "well", f"{number} and a few more words that take up space")
-        assert client.house.stats["held_tokens"] <= 100
+        assert client.shared.stats["held_tokens"] <= 100
 
 
 async def test_a_forgotten_conversation_still_answers_the_call_under_way():
@@ -249,15 +250,15 @@ async def test_a_forgotten_conversation_still_answers_the_call_under_way():
         assert engine.hold
         engine.hold.set()
         assert [status for status, _ in await asyncio.gather(slow, quick)] == [200, 200]
-        assert client.house.stats["conversations"] == 0
+        assert client.shared.stats["conversations"] == 0
 
 
 async def test_a_closed_house_drops_what_is_under_way():
-    gateway = Gateway(engine := FakeEngine(hold=asyncio.Event()), tiny_renderer(), "policy")
-    house = open_house(options("--api-key", KEY), gateway)
-    task = house.submit(Prompt((Message("user", "hi"),)), None)
+    gateway = Gateway(TokenSessions(engine := FakeEngine(hold=asyncio.Event()), tiny_renderer()), "policy")
+    shared = open_shared_session(options("--api-key", KEY), gateway)
+    task = shared.submit(Prompt((Message("user", "hi"),)), None)
     await until(lambda: len(engine.requests) == 1)
-    recording = house.close()
+    recording = shared.close()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (recording.calls, recording.answered, recording.segments) == (1, 0, ())

@@ -13,12 +13,12 @@ from gateway_fakes import until
 
 from dockyard.errors import EngineError
 from dockyard.gateway.accounting import SessionLimits
-from dockyard.gateway.messages import Message, Prompt, ToolCall
-from dockyard.gateway.protocol import ClientSampling, RefusedError, Reply
-from dockyard.gateway.server import Gateway, Patience
+from dockyard.gateway.echo import EndpointEcho
+from dockyard.gateway.protocol import ClientSampling, ModelReply, RefusedError
+from dockyard.gateway.server import Gateway, Timeouts
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_session import Recall, TextSession
-from dockyard.types import Finish
+from dockyard.gateway.text_session import TextSession, TextSessions
+from dockyard.types import Finish, Message, Prompt, ToolCall
 
 type Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ def session_on(source: FakeSource, **limits: Any) -> TextSession:
     return TextSession("test", sampling, SessionLimits(**limits), source)
 
 
-async def ask(session: TextSession, *messages: Message, max_tokens: int | None = None, **wishes: Any) -> Reply:
+async def ask(session: TextSession, *messages: Message, max_tokens: int | None = None, **wishes: Any) -> ModelReply:
     return await session.submit(Prompt(messages or (USER,), (TOOL,)), max_tokens, ClientSampling(**wishes))
 
 
@@ -115,7 +115,8 @@ async def test_each_exchange_is_recorded_as_text_and_what_repeats_is_stored_once
     recording = session.close()
     one, two = recording.exchanges
     assert recording.segments == ()
-    assert (one.reply.calls, one.usage) == ((ToolCall("toolu_7", "bash", {"command": "ls"}),), (10, 3))
+    assert one.reply.calls == (ToolCall("toolu_7", "bash", {"command": "ls"}),)
+    assert (one.num_prompt, one.num_sampled) == (10, 3)
     assert (two.reply, two.finish) == (Message("assistant", "Three.", "Hm."), Finish.LENGTH)
     assert two.prompt.messages[0] is one.prompt.messages[0]
     assert (recording.calls, recording.stats["prompt_tokens"], recording.stats["sampled_tokens"]) == (2, 30, 7)
@@ -205,7 +206,7 @@ async def test_closing_drops_what_is_under_way_and_refuses_the_rest():
 
 @asynccontextmanager
 async def serving(source: FakeSource) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
-    gateway = Gateway(source, None, "policy", patience=Patience(retry_grace_s=0.01))
+    gateway = Gateway(TextSessions(source), "policy", timeouts=Timeouts(retry_grace_s=0.01))
     await gateway.start()
     async with aiohttp.ClientSession() as http:
         yield gateway, http
@@ -257,14 +258,14 @@ def thinking(arguments: str) -> Json:
     return body
 
 
-def echoed(reply: Reply) -> Message:
+def echoed(reply: ModelReply) -> Message:
     """A turn as most agents send it back: without its thoughts."""
     return replace(reply.message, reasoning="")
 
 
 def recalling(source: FakeSource) -> TextSession:
     sampling = Sampling(seed=1, temperature=1.0, max_new_tokens=None)
-    return TextSession("a", sampling, SessionLimits(), source, Recall())
+    return TextSession("a", sampling, SessionLimits(), source, EndpointEcho())
 
 
 async def test_a_recalled_turn_goes_back_word_for_word_and_its_calls_have_ids_of_their_own():

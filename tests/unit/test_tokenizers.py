@@ -15,8 +15,7 @@ from random_agent import TOOLS, Agent, Habits, Policy, Step, echoes, habits, ste
 from real_tokenizers import CALLS, real_policy
 from wire_agents import WIRES, Wire
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
 pytestmark = pytest.mark.tokenizers
 each_model = pytest.mark.parametrize("name", [*CALLS])

@@ -18,8 +18,7 @@ from dockyard.convert.conversation import Conversation, Converted
 from dockyard.convert.read import read_trials
 from dockyard.convert.traces import Trace, read_traces, write_traces
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message, ToolCall
-from dockyard.types import Blame, Failure, Rollout
+from dockyard.types import Blame, Failure, Message, Rollout, ToolCall
 
 TRIALS = Path(__file__).parents[1] / "data" / "trials"
 TOOL = {"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}
@@ -280,8 +279,11 @@ def test_terminus_replies_are_put_together_as_its_prompt_asks(tmp_path: Path):
     [
         ([], "it is empty"),
         (None, "it is empty"),
-        ([{"role": "user", "content": "a"}], "the assistant says nothing in it"),
-        ([{"role": "judge", "content": "a"}, {"role": "assistant", "content": "b"}], "message 1 has the role `judge`"),
+        ([{"role": "user", "content": "a"}], "it has no message of the assistant"),
+        (
+            [{"role": "judge", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "message 1 has the unknown role `judge`",
+        ),
     ],
 )
 def test_a_row_without_a_conversation_is_named_and_the_others_are_read(tmp_path: Path, cell: object, problem: str):
@@ -307,7 +309,7 @@ def test_a_damaged_cell_of_ours_is_named(tmp_path: Path):
 def test_a_parquet_of_something_else_is_named_with_the_columns_found_and_needed(
     tmp_path: Path, row: dict[str, Any], needed: str
 ):
-    with pytest.raises(DockyardError, match="is no file of traces") as error:
+    with pytest.raises(DockyardError, match="is not a trace file") as error:
         list(read_traces(parquet(tmp_path / "t.parquet", row)))
     found, wanted = error.value.message.splitlines()[1:]
     assert all(f"`{name}`" in found for name in row)

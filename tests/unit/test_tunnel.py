@@ -12,6 +12,7 @@ from processes import descendants, wait_until_gone, words_of
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.server import Gateway
+from dockyard.gateway.sessions import TokenSessions
 from dockyard.rollout.environments import open_tunnel
 
 FORWARD = """
@@ -40,7 +41,7 @@ asyncio.run(main())
 
 @pytest.fixture
 async def gateway():
-    gateway = Gateway(FakeEngine(), tiny_renderer(), "policy")
+    gateway = Gateway(TokenSessions(FakeEngine(), tiny_renderer()), "policy")
     await gateway.start()
     yield gateway
     await gateway.close()

@@ -26,7 +26,7 @@ from harbor import TrialAgentConfig, TrialResult
 from dockyard.collect.harbor_env_vars import QUIET
 from dockyard.config import RolloutConfig
 from dockyard.errors import UsageError
-from dockyard.gateway.sessions import AnySession
+from dockyard.gateway.sessions import Session
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.job import read_result
 from dockyard.rollout.order import Attempt
@@ -74,7 +74,7 @@ class HarborCliRunner:
             recording = self.common.gateway.close_session(session)
         return rollout_of(attempt.place, outcome, recording, must_ask=must_ask(self.common.agent))
 
-    async def _outcome(self, attempt: Attempt, session: AnySession) -> Outcome:
+    async def _outcome(self, attempt: Attempt, session: Session) -> Outcome:
         folder = self.common.trials_dir / attempt.name
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier try
         job = folder / f"job-{token_hex(4)}"  # what that one still writes is not read

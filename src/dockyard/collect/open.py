@@ -17,7 +17,7 @@ from dockyard.engine.protocol import Engine
 from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
-from dockyard.gateway.text_session import TextSource
+from dockyard.gateway.text_session import TextSource, session_factory
 from dockyard.rollout.agents.rows import asks_no_model
 from dockyard.rollout.agents.wiring import MODEL_NAME, check_agent, runs_inside
 from dockyard.rollout.environments import Site, check_environment, open_site, reachable
@@ -121,7 +121,7 @@ async def open_runner(
     inside = runs_inside(config.agent)
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run))
-        gateway = Gateway(engine, renderer, MODEL_NAME)
+        gateway = Gateway(session_factory(engine, renderer), MODEL_NAME)
         stack.push_async_callback(gateway.close)
         await _listen(gateway, site, config.gateway.port)
         url = await stack.enter_async_context(reachable(gateway, site, config.gateway, inside=inside))

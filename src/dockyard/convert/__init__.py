@@ -1,7 +1,7 @@
-"""Finished Harbor jobs, traces and runs become training samples.
+"""Converts finished Harbor jobs, traces and runs to training samples.
 
-The words of an agent's trajectory are tokenised with the model's own template, the model's turns alone in the loss;
-where the ids that were sampled are known, those are used instead.
+The text of an agent's trajectory is tokenised with the model's chat template, and only the model's turns are in the
+loss. Where the sampled ids are known, they are used instead.
 """
 
 from pathlib import Path
@@ -19,12 +19,12 @@ __all__ = ["HarborTrajectoryConverter"]
 
 
 class HarborTrajectoryConverter:
-    """Reads what Harbor's agents left on disk, for one model."""
+    """Reads the files that Harbor's agents wrote, and converts them for one model."""
 
     def __init__(self, tokenizer: "Renderer | Path | str | SavedTokenizer", *, exact: bool = True) -> None:
         """`tokenizer` is a model folder, a name on the Hub, or a tokenizer of `transformers`.
 
-        Without `exact`, token ids that agents kept are not used: all is tokenised from text.
+        Without `exact`, token ids that agents stored are not used; everything is tokenised from text.
         """
         from dockyard.convert.report import ConversionReport
         from dockyard.convert.tokenize import load_renderer
@@ -32,20 +32,20 @@ class HarborTrajectoryConverter:
         self._renderer = load_renderer(tokenizer)
         self._exact = exact
         self.report = ConversionReport()
-        """What the last call came to: trials seen, converted, skipped by reason."""
+        """Counts of the last call: trials read, converted, and skipped by reason."""
 
     def load_job(self, path: Path | str) -> "list[Sample]":
-        """The samples of a job, a trial, a run of ours or a single trajectory."""
+        """The samples of a job, a trial, a Dockyard run or a single trajectory."""
         from dockyard.convert.read import read_trials
 
         return self._samples(read_trials(Path(path), self._renderer, exact=self._exact))
 
     def load_traces_parquet(self, path: Path | str) -> "list[Sample]":
-        """The samples of a file of traces, in Harbor's columns of now or of earlier."""
+        """The samples of a trace file, in the columns of current or earlier Harbor versions."""
         from dockyard.convert.tokenize import Tokeniser
-        from dockyard.convert.traces import read_traced
+        from dockyard.convert.traces import read_trace_file
 
-        return self._samples(read_traced(Path(path), Tokeniser(self._renderer, self._exact)))
+        return self._samples(read_trace_file(Path(path), Tokeniser(self._renderer, self._exact)))
 
     def _samples(self, trials: "Iterable[Converted]") -> "list[Sample]":
         from dockyard.convert.report import ConversionReport

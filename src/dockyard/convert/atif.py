@@ -1,8 +1,8 @@
-"""ATIF trajectories (1.0 to 1.8) as stored in files. Fields that conversion does not need are not read.
+"""ATIF trajectories (versions 1.0 to 1.8) as stored in files. Fields that conversion does not need are not read.
 
 Terminus-2 stores replies split into analysis, plan and commands; they are joined again here. It uses no tool calls: the
-model writes JSON (or XML), and the terminal answers as the user. Unless replies were kept as sampled
-(`trajectory_config.raw_content`), their exact words are lost, and the form that its prompt asks for is used.
+model writes JSON (or XML), and the terminal answers as the user. Unless replies were stored as sampled
+(`trajectory_config.raw_content`), their exact text is lost, and the format that its prompt asks for is used.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dockyard.gateway.messages import ToolCall
-from dockyard.gateway.protocol import arguments_object, function_tool
-from dockyard.types import Json
+from dockyard.chat_format import parse_arguments
+from dockyard.gateway.protocol import function_tool
+from dockyard.types import Json, ToolCall
 
 _KNOWN = re.compile(r"ATIF-v1\.[0-8]")
 
 
 class UnreadableError(Exception):
-    """A file is not what it should be. Names the file."""
+    """A file does not have the expected format. The message names the file."""
 
 
 class ContentPart(BaseModel):
-    """Of a message with more than text."""
+    """A part of a message, which may be text or media."""
 
     type: str = "text"
     text: str | None = None
@@ -42,19 +42,19 @@ class AtifCall(BaseModel):
     arguments: Json | str | None = None
 
     def call(self) -> ToolCall:
-        values = self.arguments if isinstance(self.arguments, dict) else arguments_object(self.arguments or "")
+        values = self.arguments if isinstance(self.arguments, dict) else parse_arguments(self.arguments or "")
         return ToolCall(self.tool_call_id, self.function_name, values)
 
 
 class Reference(BaseModel):
-    """To a subagent's trajectory."""
+    """A reference to a subagent's trajectory."""
 
     trajectory_id: str | None = None
     trajectory_path: str | None = None
 
 
 class Result(BaseModel):
-    """What one action gave."""
+    """The result of one action."""
 
     source_call_id: str | None = None
     content: Content = None
@@ -66,13 +66,13 @@ class Result(BaseModel):
 
 
 class Observation(BaseModel):
-    """What came of a step."""
+    """The results of a step."""
 
     results: list[Result] = []
 
 
 class Metrics(BaseModel):
-    """The tokens of a step, where the agent kept them."""
+    """The tokens of a step, if the agent stored them."""
 
     prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
@@ -80,7 +80,7 @@ class Metrics(BaseModel):
 
 
 class AtifStep(BaseModel):
-    """One message and what came of it."""
+    """One message and its results."""
 
     source: Literal["system", "user", "agent"]
     message: Content = ""
@@ -96,19 +96,19 @@ class AtifStep(BaseModel):
     def results(self) -> list[Result]:
         return self.observation.results if self.observation else []
 
-    def says(self, key: str) -> Any:
-        """What an agent added under this key, None if nothing."""
+    def extra_value(self, key: str) -> Any:
+        """The value that an agent added under this key; None if there is none."""
         return (self.extra or {}).get(key)
 
     @property
     def replaces_context(self) -> bool:
-        """The history before this step is gone: it was summarised."""
-        management: object = self.says("context_management")
+        """Whether the history before this step was replaced by a summary."""
+        management: object = self.extra_value("context_management")
         return isinstance(management, dict) and cast("Json", management).get("boundary") == "replace"
 
 
 class Agent(BaseModel):
-    """Who acted."""
+    """The agent that wrote the trajectory."""
 
     name: str = ""
     model_name: str | None = None
@@ -117,7 +117,7 @@ class Agent(BaseModel):
 
 
 class Trajectory(BaseModel):
-    """One file, or a subagent inside of one."""
+    """The content of one file, or of a subagent inside a file."""
 
     schema_version: str
     trajectory_id: str | None = None
@@ -128,40 +128,42 @@ class Trajectory(BaseModel):
     subagent_trajectories: list["Trajectory"] | None = None
 
     def references(self) -> Iterator[Reference]:
-        """To the subagents it started."""
+        """The references to the subagents that it started."""
         for step in self.steps:
             for result in step.results:
                 yield from result.references()
 
     def tools(self) -> tuple[Json, ...]:
-        """Its tools in the form of `Prompt.tools`."""
+        """Its tools, in the form of `Prompt.tools`."""
         return tuple(tool for wire in self.agent.tool_definitions or () if (tool := _tool(wire)))
 
 
 def read_trajectory(file: Path) -> Trajectory:
-    """Raises `UnreadableError`, or FileNotFoundError."""
+    """Read a trajectory file. Raises `UnreadableError`, or FileNotFoundError."""
     try:
         trajectory = Trajectory.model_validate_json(file.read_bytes())
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"]))
-        raise UnreadableError(f"`{file}` is no ATIF trajectory: {place and f'`{place}`: '}{problem['msg']}") from error
+        raise UnreadableError(
+            f"`{file}` is not an ATIF trajectory: {place and f'`{place}`: '}{problem['msg']}"
+        ) from error
     if not _KNOWN.fullmatch(trajectory.schema_version):
-        raise UnreadableError(f"`{file}` is `{trajectory.schema_version}`; `ATIF-v1.0` to `ATIF-v1.8` can be read")
+        raise UnreadableError(f"`{file}` is `{trajectory.schema_version}`; `ATIF-v1.0` to `ATIF-v1.8` are supported")
     return trajectory
 
 
 def text_of(content: Content) -> str:
-    """What a text model gets to see of it."""
+    """The content as text; media is named by its type."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text or "" if part.type == "text" else f"[{part.type}]" for part in content)
 
 
 def _tool(wire: Json) -> Json | None:
-    """Most write tools as OpenAI does; some leave out the shell, or say `input_schema` as Anthropic does."""
-    shell: object = wire.get("function", wire)
-    function = cast("Json", shell) if isinstance(shell, dict) else {}
+    """Convert a tool definition: in OpenAI's form, without its outer object, or with Anthropic's `input_schema`."""
+    inner: object = wire.get("function", wire)
+    function = cast("Json", inner) if isinstance(inner, dict) else {}
     name: object = function.get("name")
     if not isinstance(name, str) or not name:
         return None
@@ -170,13 +172,13 @@ def _tool(wire: Json) -> Json | None:
 
 NAME = "terminus-2"
 _COMMAND, _COMPLETE = "bash_command", "mark_task_complete"
-_TAKEN_APART = re.compile(r"(?:Analysis: (?P<analysis>.*?))?(?:(?:\A|\n)Plan: (?P<plan>.*))?", re.DOTALL)
+_SPLIT_REPLY = re.compile(r"(?:Analysis: (?P<analysis>.*?))?(?:(?:\A|\n)Plan: (?P<plan>.*))?", re.DOTALL)
 
 
 def reply_of(step: AtifStep, agent: Agent) -> str | None:
-    """The reply as the model was asked to write it; None if the step shows it as it was."""
+    """The reply in the format that the model was asked for; None if the step already has it as written."""
     calls, text = step.tool_calls or [], text_of(step.message)
-    parts = _TAKEN_APART.fullmatch(text)
+    parts = _SPLIT_REPLY.fullmatch(text)
     if {call.function_name for call in calls} - {_COMMAND, _COMPLETE} or parts is None or not (calls or text):
         return None
     commands = [_arguments(call) for call in calls if call.function_name == _COMMAND]

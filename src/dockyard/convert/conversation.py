@@ -4,13 +4,12 @@ The recorded calls of a text-mode rollout become conversations: each call that c
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.gateway.protocol import RAW, arguments_object
-from dockyard.types import Json, Rollout
+from dockyard.chat_format import RAW
+from dockyard.gateway.matching import ToolDefaults, same_message, tool_defaults
+from dockyard.types import ASSISTANT, Exchange, Finish, Json, Message, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,61 +19,61 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()
     sampled: frozenset[int] | None = None
-    """Which assistant messages the model said in this conversation, by their place. None: all of them.
+    """The indices of the assistant messages that the model sampled in this conversation. None: all of them.
 
-    Others are context: copied from an earlier history, or examples of the agent's own.
+    Others are context: copied from an earlier history, or the agent's own examples.
     """
     cut: frozenset[int] = frozenset()
-    """Of the model's messages those that a token limit cut: nobody sampled an end for them."""
+    """The indices of the model's messages that were cut at a token limit, so that no end token was sampled."""
     name: str = ""
-    """Empty for the agent's own history; else the subagent or the summary it belongs to."""
+    """Empty for the agent's main history; else the name of its subagent or summary."""
 
     @property
     def replies(self) -> tuple[int, ...]:
-        """The places of the model's own messages, in order."""
-        spoken = (place for place, message in enumerate(self.messages) if message.role == ASSISTANT)
-        return tuple(place for place in spoken if self.sampled is None or place in self.sampled)
+        """The indices of the messages that the model sampled, in order."""
+        places = (place for place, message in enumerate(self.messages) if message.role == ASSISTANT)
+        return tuple(place for place in places if self.sampled is None or place in self.sampled)
 
 
 def without_malformed(conversation: Conversation) -> Conversation:
-    """Calls whose arguments are no JSON cannot be shown as the model wrote them: what it said there becomes context."""
-    said = conversation.replies
-    kept = frozenset(p for p in said if not any(RAW in call.arguments for call in conversation.messages[p].calls))
-    return conversation if len(kept) == len(said) else replace(conversation, sampled=kept)
+    """Make replies context that have a call whose arguments are not JSON: they cannot be rendered as sampled."""
+    replies = conversation.replies
+    kept = frozenset(p for p in replies if not any(RAW in call.arguments for call in conversation.messages[p].calls))
+    return conversation if len(kept) == len(replies) else replace(conversation, sampled=kept)
 
 
 def group_name(task: str, agent: str, model: str) -> str:
-    """Attempts at one task by one agent with one model: others are no measure for each other."""
+    """The name of a group: the attempts at one task by one agent with one model, whose rewards can be compared."""
     return json.dumps([task, agent, model])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What became of one recorded attempt."""
+    """The result of converting one recorded attempt."""
 
     where: str
-    """The trial's folder, or the file and row it was read from."""
+    """The trial's folder, or the file and row that it was read from."""
     trial: str
     agent: str
     model: str
     rollout: Rollout
-    """With segments unless it was skipped."""
+    """It has segments unless the attempt was skipped."""
     group: str = ""
-    """What its rewards are compared within; empty: the attempts at its task. See `group_name`."""
+    """The group that its reward is compared in. Empty: all attempts at its task. See `group_name`."""
     conversations: tuple[Conversation, ...] = ()
-    """What was said, where the text is known; also of trials whose segments are exact."""
+    """The conversations, if their text is known; also for trials whose segments are exact."""
     exact: bool = False
-    """The ids are those that were sampled. False: text, tokenised anew."""
+    """Whether the ids are those that were sampled. False: they were tokenised from text."""
     skipped: str | None = None
-    """Why it is no training data, in one word, e.g. `no_trajectory`; `detail` says more."""
+    """Why the attempt cannot be trained on, as one word, e.g. `no_trajectory`. `detail` explains it."""
     detail: str = ""
     notes: tuple[str, ...] = ()
-    """What a reader of the samples should know, in one word each, e.g. `no_tool_definitions`."""
+    """What a user of the samples should know, as one word each, e.g. `no_tool_definitions`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What the model said, and where in its history."""
+    """A reply of the model, and its index in the history."""
 
     place: int
     message: Message
@@ -83,20 +82,19 @@ class _Reply:
 
 @dataclass(slots=True, eq=False)
 class _Thread:
-    """A history as it grows."""
+    """A history that grows call by call."""
 
     tools: tuple[Json, ...]
     messages: list[Message]
     sampled: set[int] = field(default_factory=set[int])
     cut: set[int] = field(default_factory=set[int])
     delivered: bool = True
-    """Did the agent get the last reply?"""
+    """Whether the agent received the last reply."""
     taken_back: list[_Reply] = field(default_factory=list[_Reply])
 
-    def say(self, exchange: Mapping[str, Any]) -> None:
-        is_cut = exchange.get("finish") == "length"
-        self._put(_Reply(len(self.messages), message_of(exchange["reply"]), is_cut))
-        self.delivered = bool(exchange.get("delivered", True))
+    def add_reply(self, exchange: Exchange) -> None:
+        self._put(_Reply(len(self.messages), exchange.reply, exchange.finish is Finish.LENGTH))
+        self.delivered = exchange.delivered
 
     def _put(self, reply: _Reply) -> None:
         self.messages.append(reply.message)
@@ -105,36 +103,36 @@ class _Thread:
             self.cut.add(reply.place)
 
     def take_back(self) -> None:
-        """The last reply is not part of the rollout: it was sampled anew, or never arrived."""
+        """Remove the last reply: it was sampled again, or was not delivered."""
         place = len(self.messages) - 1
         self.taken_back.append(_Reply(place, self.messages.pop(), place in self.cut))
         self.sampled.discard(place)
         self.cut.discard(place)
 
-    def return_to(self, history: Sequence[Message]) -> "_Thread | None":
-        """Of several replies to one prompt an agent may go on with an earlier one. None if this history does not."""
+    def return_to(self, history: Sequence[Message], defaults: ToolDefaults) -> "_Thread | None":
+        """The thread of an earlier reply to the same prompt, if this history continues that reply; else None."""
         for reply in self.taken_back:
             before = self.messages[: reply.place]
-            if _begins_with(history, [*before, reply.message]):
+            if _begins_with(history, [*before, reply.message], defaults):
                 self.taken_back.remove(reply)
                 thread = self if reply.place == len(self.messages) - 1 else _Thread(self.tools, before)
-                if thread is self:  # nobody went on with the reply that took its place
+                if thread is self:  # the reply that took its place was not continued
                     self.take_back()
                 thread._put(reply)
                 return thread
         return None
 
 
-def conversations_of(exchanges: Sequence[Mapping[str, Any]]) -> tuple[Conversation, ...]:
-    """Every reply is the model's own in one of them; in histories that branched off it is context.
+def conversations_of(exchanges: Sequence[Exchange]) -> tuple[Conversation, ...]:
+    """Join the recorded calls into conversations: a call that continues another is part of the same one.
 
-    Side calls, such as those for a title, are not the task and are left out.
+    Each reply is marked as sampled in one conversation. In histories that branch off it is context. Side calls, such as
+    those for a title, are not part of the task and are left out.
     """
     threads: list[_Thread] = []
-    for exchange in (exchange for exchange in exchanges if not exchange.get("auxiliary")):
-        history = [message_of(message) for message in exchange["messages"]]
-        tools = tuple(exchange.get("tools") or ())
-        _thread_for(threads, tools, history).say(exchange)
+    for exchange in exchanges:
+        if not exchange.prompt.auxiliary:
+            _thread_for(threads, exchange.prompt.tools, list(exchange.prompt.messages)).add_reply(exchange)
     for thread in threads:
         if not thread.delivered:
             thread.take_back()
@@ -151,16 +149,16 @@ def conversations_of(exchanges: Sequence[Mapping[str, Any]]) -> tuple[Conversati
 
 
 def _thread_for(threads: list[_Thread], tools: tuple[Json, ...], history: list[Message]) -> _Thread:
-    """The one that this history goes on from, with what is new in it."""
-    alike = [thread for thread in threads if thread.tools == tools]
+    """The thread that this history continues, with the new messages of the history added."""
+    alike, defaults = [thread for thread in threads if thread.tools == tools], tool_defaults(tools)
     for thread in sorted(alike, key=lambda thread: -len(thread.messages)):
-        if _begins_with(history, thread.messages):
+        if _begins_with(history, thread.messages, defaults):
             thread.messages += history[len(thread.messages) :]
             return thread
-        if len(history) == len(thread.messages) - 1 and _begins_with(thread.messages, history):
+        if len(history) == len(thread.messages) - 1 and _begins_with(history, thread.messages[:-1], defaults):
             thread.take_back()
             return thread
-    returned = (thread.return_to(history) for thread in alike)
+    returned = (thread.return_to(history, defaults) for thread in alike)
     thread = next((thread for thread in returned if thread), None) or _Thread(tools, history)
     if thread not in threads:
         threads.append(thread)
@@ -168,47 +166,8 @@ def _thread_for(threads: list[_Thread], tools: tuple[Json, ...], history: list[M
     return thread
 
 
-def _begins_with(messages: Sequence[Message], beginning: Sequence[Message]) -> bool:
-    if len(messages) < len(beginning):
+def _begins_with(history: Sequence[Message], recorded: Sequence[Message], defaults: ToolDefaults) -> bool:
+    """Whether a history that an agent sent begins with recorded messages, by the gateway's rule of the same message."""
+    if len(history) < len(recorded):
         return False
-    return all(_is_echo(ours, theirs) for ours, theirs in zip(messages, beginning, strict=False))
-
-
-def _is_echo(sent: Message, said: Message) -> bool:
-    """Agents re-wrap what the model said, and leave out thoughts."""
-    if sent.role != ASSISTANT or said.role != ASSISTANT:
-        return sent == said
-    same_calls = [(call.id, call.name) for call in sent.calls] == [(call.id, call.name) for call in said.calls]
-    text = sent.text.split()
-    return same_calls and (text == said.text.split() or (not text and bool(sent.calls)))
-
-
-def message_of(wire: Mapping[str, Any]) -> Message:
-    """A message as chat completions have it."""
-    calls = tuple(_call(call) for call in wire.get("tool_calls") or ())
-    return Message(
-        role=wire["role"],
-        text=_text(wire.get("content")),
-        reasoning=_clean(wire.get("reasoning_content") or ""),
-        calls=calls,
-        call_id=wire.get("tool_call_id") or "",
-    )
-
-
-def _text(content: str | list[Mapping[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return _clean(content or "")
-    parts = (part.get("text") or "" if part["type"] == "text" else f"[{part['type']}]" for part in content)
-    return _clean("\n".join(parts))
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair is no text."""
-    return text.encode(errors="replace").decode()
-
-
-def _call(wire: Mapping[str, Any]) -> ToolCall:
-    function: Json = wire["function"]
-    arguments: Json | str | None = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return ToolCall(wire.get("id") or "", function["name"], arguments_object(text))
+    return all(same_message(known, sent, defaults) for sent, known in zip(history, recorded, strict=False))

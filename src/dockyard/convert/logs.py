@@ -1,37 +1,38 @@
-"""Recover conversations from the logs of agents that write no trajectory, or one that holds less than their log.
+"""Recovers conversations from the logs of agents that write no trajectory, or one with less content than their log.
 
-A log that cannot be parsed without guessing yields nothing, and its trial counts as not convertible. OpenHands'
-`agent/completions` holds the model calls as sent; its trajectory is made from events and says `Running command: ls`
-where the model said something else.
+A log that cannot be parsed without guessing gives no conversation, and its trial counts as not convertible. OpenHands'
+`agent/completions` has the model calls as sent. Its trajectory is made from events, and has `Running command: ls` in
+place of the model's own text.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dockyard.chat_format import parse_exchange, parse_message
 from dockyard.convert.atif import UnreadableError
-from dockyard.convert.conversation import Conversation, conversations_of, message_of
+from dockyard.convert.conversation import Conversation, conversations_of
 from dockyard.convert.trace_text import as_dict, as_list
 from dockyard.convert.trajectory import TrajectoryText
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Exchange, Json, Message, ToolCall
 
-TELL_MORE = ("mini-swe-agent",)
-"""Agents whose own log says more than the trajectory that Harbor makes of it."""
+LOG_IS_BETTER = ("mini-swe-agent",)
+"""Agents whose own log has more content than the trajectory that Harbor converts it to."""
 _AIDER_START = re.compile(r"\n# aider chat started at [^\n]*\n\n.*?(?<=\n)> Aider v[^\n]*  \n", re.DOTALL)
-"""The command stands before the version, and in it the instruction with all its lines."""
+"""The command comes before the version, and contains the instruction with all its lines."""
 _AIDER_NOTES = re.compile(r"(?:> .*\n|\n(?!#### |# ))*")
 _AIDER_USER = re.compile(r"\n((?:#### .*  \n)+)")
 _AIDER_REPLY = re.compile(r"\n(.*?)\n\n> Tokens: \S+ sent, [^\n]*received\.[^\n]*  \n", re.DOTALL)
 _AIDER_THOUGHT = re.compile(r"<(thinking-content-[0-9a-f]{32})>\n\n(.*?)\n\n</\1>\s*", re.DOTALL)
-_AIDER_GOES_ON = "--restore-chat-history"
+_AIDER_CONTINUES = "--restore-chat-history"
 _LANGCHAIN = {"system": "system", "human": "user", "ai": ASSISTANT, "tool": "tool"}
 
 
 def conversation_from_log(trial: Path, agent: str) -> tuple[Conversation, ...]:
-    """What the agent's own log tells; nothing where there is none, or where it leaves doubt who said what."""
+    """The conversations in the agent's own log. Empty if there is no log, or if it is ambiguous."""
     read = _READERS.get(agent)
     folders = [folder for folder in (*sorted(trial.glob("steps/*/agent")), trial / "agent") if folder.is_dir()]
     try:
@@ -42,18 +43,18 @@ def conversation_from_log(trial: Path, agent: str) -> tuple[Conversation, ...]:
 
 
 def _read(file: Path) -> bytes:
-    """A step in which nothing was said has no log."""
+    """The content of a log. A step without messages has none."""
     return file.read_bytes() if file.is_file() else b""
 
 
 def _aider(folder: Path) -> Iterator[Conversation]:
-    """A chat for each start, unless a later one goes on with it. Aider's own system prompt and files are not in it."""
+    """One conversation per start, unless a later start continues it. Aider's system prompt and files are not logged."""
     text = _read(folder / "aider.chat.history.md").decode()
     messages: list[Message] = []
     place = 0
     while place < len(text):
         start = _take(_AIDER_START, text, place)
-        if messages and _AIDER_GOES_ON not in start[0]:
+        if messages and _AIDER_CONTINUES not in start[0]:
             yield Conversation(messages=tuple(messages))
             messages = []
         place = _read_chat(text, start.end(), messages)
@@ -62,7 +63,7 @@ def _aider(folder: Path) -> Iterator[Conversation]:
 
 
 def _read_chat(text: str, place: int, messages: list[Message]) -> int:
-    """From after a start to the next one, or to the end."""
+    """Read the messages up to the next start, or to the end. Returns where it stopped."""
     while True:
         place = _take(_AIDER_NOTES, text, place).end()
         asked = _AIDER_USER.match(text, place)
@@ -70,7 +71,7 @@ def _read_chat(text: str, place: int, messages: list[Message]) -> int:
             return place
         said = _AIDER_REPLY.match(text, asked.end())
         if said is None and _take(_AIDER_NOTES, text, asked.end()).end() == len(text):
-            return len(text)  # nothing was answered any more
+            return len(text)  # the last message was not answered
         said = _take(_AIDER_REPLY, text, asked.end())
         messages += [_aider_user(asked[1]), _aider_reply(said[1])]
         place = text.index("> Tokens: ", said.end(1))
@@ -79,7 +80,7 @@ def _read_chat(text: str, place: int, messages: list[Message]) -> int:
 def _take(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
     found = pattern.match(text, place)
     if found is None:
-        raise ValueError(f"not a chat of aider's from character {place} on")
+        raise ValueError(f"not an aider chat from character {place}")
     return found
 
 
@@ -93,14 +94,14 @@ def _aider_reply(text: str) -> Message:
 
 
 def _mini_swe_agent(folder: Path) -> Iterator[Conversation]:
-    """Its trajectory as it writes it itself: Harbor's has the text in the place of the thoughts."""
+    """Read its own trajectory: in Harbor's version the text is in place of the reasoning."""
     recorded = json.loads(_read(folder / "mini-swe-agent.trajectory.json") or b'{"messages": []}')
-    spoken = [message for message in recorded["messages"] if message["role"] != "exit"]
-    yield Conversation(messages=tuple(message_of(_with_text(message)) for message in spoken))
+    messages = [message for message in recorded["messages"] if message["role"] != "exit"]
+    yield Conversation(messages=tuple(parse_message(_with_text(message)) for message in messages))
 
 
 def _langgraph(folder: Path) -> Iterator[Conversation]:
-    """The messages of the graph's last state, as Harbor's runner writes them."""
+    """Read the messages of the graph's last state, as Harbor's runner writes them."""
     messages: list[Message] = []
     unanswered: list[str] = []
     for message in json.loads(_read(folder / "result.json") or b'{"messages": []}')["messages"]:
@@ -108,7 +109,7 @@ def _langgraph(folder: Path) -> Iterator[Conversation]:
         calls = tuple(_langchain_call(call) for call in wire.get("tool_calls") or ())
         role = _LANGCHAIN[wire["type"]]
         if role == "tool" and not unanswered:
-            raise ValueError("a tool answers that nobody called")
+            raise ValueError("a tool result without a call")
         call_id = unanswered.pop(0) if role == "tool" else ""
         unanswered += [call.id for call in calls]
         messages.append(Message(role, wire["content"], calls=calls, call_id=call_id))
@@ -118,12 +119,12 @@ def _langgraph(folder: Path) -> Iterator[Conversation]:
 def _langchain_call(wire: Json) -> ToolCall:
     arguments = as_dict(wire["args"])
     if arguments is None:
-        raise ValueError("a call has no arguments")
+        raise ValueError("a call without arguments")
     return ToolCall(str(wire["id"]), wire["name"], arguments)
 
 
 def _with_text(message: Mapping[str, Any]) -> Json:
-    """Its content as text, if it comes in parts. What is not text cannot be told."""
+    """Join the parts of its content. Raises if a part is not text."""
     parts = as_list(message.get("content"))
     if parts is None:
         return {**message, "content": message.get("content") or ""}
@@ -138,36 +139,39 @@ _READERS: dict[str, Callable[[Path], Iterator[Conversation]]] = {
 
 
 def read_completions(folder: Path) -> TrajectoryText:
-    """Raises `UnreadableError`."""
-    files = sorted(folder.glob("*.json"), key=lambda file: (_when(file), file.name))
-    exchanges = [_exchange(file) for file in files]
-    model = next((str(exchange["model"]) for exchange in exchanges if exchange["model"]), "")
-    try:
-        return TrajectoryText(conversations=conversations_of(exchanges), model=model)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"`{folder}` holds messages of no known form: {type(error).__name__}: {error}") from error
+    """Read the model calls that OpenHands logged. Raises `UnreadableError`."""
+    files = sorted(folder.glob("*.json"), key=lambda file: (_logged_at(file), file.name))
+    calls = [_read_call(file) for file in files]
+    model = next((call.model for call in calls if call.model), "")
+    return TrajectoryText(conversations=conversations_of([call.exchange for call in calls]), model=model)
 
 
-def _when(file: Path) -> float:
-    """The names end with the time."""
+def _logged_at(file: Path) -> float:
+    """The time at the end of the file's name."""
     try:
         return float(file.stem.rpartition("-")[2])
     except ValueError:
         return 0.0
 
 
-def _exchange(file: Path) -> Json:
+@dataclass(frozen=True, slots=True)
+class _LoggedCall:
+    exchange: Exchange
+    model: str
+
+
+def _read_call(file: Path) -> _LoggedCall:
     try:
         logged: Json = json.loads(file.read_bytes())
         response: Json = logged["response"]
         choice: Json = response["choices"][0]
         settings: Json = logged.get("kwargs") or {}
+        recorded: Json = {
+            "messages": logged.get("messages"),
+            "tools": settings.get("tools") or [],
+            "reply": choice.get("message"),
+            "finish": choice.get("finish_reason"),
+        }
+        return _LoggedCall(parse_exchange(recorded), str(response.get("model") or ""))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"`{file}` is no logged model call: {type(error).__name__}: {error}") from error
-    return {
-        "messages": logged.get("messages"),
-        "tools": settings.get("tools") or [],
-        "reply": choice.get("message"),
-        "finish": choice.get("finish_reason"),
-        "model": response.get("model"),
-    }
+        raise UnreadableError(f"`{file}` is not a logged model call: {type(error).__name__}: {error}") from error

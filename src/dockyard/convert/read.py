@@ -1,7 +1,7 @@
-"""Read recorded attempts one at a time: Harbor jobs and trials, Dockyard runs, traces, single trajectories.
+"""Reads recorded attempts one at a time: Harbor jobs and trials, Dockyard runs, traces, single trajectories.
 
-A broken attempt carries its error, and the others are still read. What a gateway recorded in a run is token-exact and
-stays so.
+An attempt that cannot be read carries its error, and the others are still read. The token ids that a gateway recorded
+in a run are kept exactly.
 """
 
 import tomllib
@@ -18,27 +18,32 @@ from pydantic import BaseModel, ValidationError
 
 from dockyard.convert.atif import UnreadableError
 from dockyard.convert.conversation import Converted, conversations_of, group_name
-from dockyard.convert.logs import TELL_MORE, conversation_from_log, read_completions
-from dockyard.convert.tokenize import Tokeniser, blank, guarded, skip
-from dockyard.convert.traces import read_traced
-from dockyard.convert.trajectory import TRAJECTORY, TrajectoryText, read_told
+from dockyard.convert.logs import LOG_IS_BETTER, conversation_from_log, read_completions
+from dockyard.convert.tokenize import Tokeniser, blank, isolate_errors, skip
+from dockyard.convert.traces import read_trace_file
+from dockyard.convert.trajectory import TRAJECTORY, TrajectoryText, read_trajectory_text
 from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.rollout.job import ASK_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
+from dockyard.rollout.job import CALL_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
 from dockyard.run_dir.records import RecordedRollout, from_line
 from dockyard.run_dir.run import recorded_files, settings_file
 from dockyard.types import Failure, Rollout
 
+# pyright: reportMissingTypeStubs=false
+
+__all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
+
 _EVALUATIONS = "eval"
+_COMPLETIONS = "completions"
 
 
 def is_run(path: Path) -> bool:
-    """Is this the folder of a run?"""
+    """Whether this is the folder of a run."""
     return recorded_files(path) is not None
 
 
 def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
-    """The rollouts of all phases. Those of evaluations are no training data unless their file is named."""
+    """The rollouts of all phases. Evaluations are skipped; to convert one, pass its file."""
     files = recorded_files(path)
     if not files:
         raise DockyardError(f"`{path}` has no rollouts", hint=f"`dockyard convert {path / 'trials'}` reads its trials")
@@ -50,25 +55,27 @@ def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
 
 
 def read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
-    """One file of rollouts, line by line. Of an attempt that was recorded twice, the later counts."""
-    who = _Who.of(settings_file(file.parent.parent))
+    """Read one file of rollouts line by line. Of an attempt that was recorded twice, the later line is used."""
+    who = _RunNames.of(settings_file(file.parent.parent))
     latest = {key: number for number, line in _lines(file) if (key := _key(line))}
     for number, line in _lines(file):
         key = _key(line)
         if key is None or latest[key] == number:
             where = f"{file} line {number}"
             unknown = blank(where, agent=who.agent, model=who.model)
-            yield guarded(unknown, partial(_converted, where, line, who, tokeniser))
+            yield isolate_errors(unknown, partial(_converted, where, line, who, tokeniser))
 
 
 @dataclass(frozen=True, slots=True)
-class _Who:
+class _RunNames:
+    """The agent and the model that a run's settings name."""
+
     agent: str = ""
     model: str = ""
 
     @classmethod
-    def of(cls, config: Path) -> "_Who":
-        """Nobody, if the settings cannot be read: the rollouts can be."""
+    def of(cls, config: Path) -> "_RunNames":
+        """Empty names if the settings cannot be read, so that the rollouts still can."""
         try:
             settings = tomllib.loads(config.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -95,20 +102,20 @@ def _key(line: bytes) -> _Key | None:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines; what follows the last line break is being written."""
+    """The complete lines with their numbers. A last line without a line break is still being written."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):
                 yield number, line
 
 
-def _converted(where: str, line: bytes, who: _Who, tokeniser: Tokeniser) -> Converted:
+def _converted(where: str, line: bytes, who: _RunNames, tokeniser: Tokeniser) -> Converted:
     try:
         recorded = from_line(line)
         conversations = conversations_of(recorded.rollout.exchanges)
     except (ValidationError, KeyError, TypeError, OverflowError) as error:
         broken = blank(where, agent=who.agent, model=who.model)
-        return skip(broken, "unreadable", f"`{where}` is no rollout: {str(error).splitlines()[0]}")
+        return skip(broken, "unreadable", f"`{where}` is not a rollout: {_reason(error)}")
     rollout = recorded.rollout
     found = Converted(
         where=where,
@@ -118,52 +125,52 @@ def _converted(where: str, line: bytes, who: _Who, tokeniser: Tokeniser) -> Conv
         rollout=rollout,
         group=f"{recorded.phase}-{recorded.group:03}",
         conversations=conversations,
-        detail="the run recorded ids, not text; its `trials` folder has the agent's words" if rollout.segments else "",
+        detail="the run recorded ids, not text; its `trials` folder has the agent's text" if rollout.segments else "",
     )
     if rollout.failure and rollout.reward is None:
         return skip(found, "no_reward", f"{rollout.failure.cause}: {rollout.failure.message}")
     if not rollout.segments and not conversations:
-        return skip(found, "no_model_calls", "the policy was not asked, or nothing it said reached the agent")
-    return tokeniser.give(found, text=recorded.transcript)
+        return skip(found, "no_model_calls", "there was no model call, or no reply reached the agent")
+    return tokeniser.tokenise(found, text=recorded.transcript)
+
+
+def _reason(error: Exception) -> str:
+    """The first problem of a validation error; else the first line of the message."""
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False)[0]
+        return f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']}"
+    return str(error).splitlines()[0]
 
 
 def _trial_name(recorded: RecordedRollout) -> str:
     return f"{recorded.phase}-{recorded.group:03}-{recorded.rollout.attempt:02}"
 
 
-# pyright: reportMissingTypeStubs=false
-
-
-__all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
-
-_COMPLETIONS = "completions"
-
-
 def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) -> Iterator[Converted]:
-    """What became of each attempt. Without `exact`, ids that were kept are not used.
+    """Convert each attempt. Without `exact`, stored token ids are not used.
 
-    `path` is a job, a trial, a run of ours or a file of its rollouts, an ATIF trajectory, or a parquet of traces.
+    `path` is a job, a trial, a Dockyard run or a file of its rollouts, an ATIF trajectory, or a parquet file of traces.
     """
     tokeniser = Tokeniser(renderer, exact)
     if not path.exists():
-        raise DockyardError(f"there is no `{path}`", hint="name the folder of a Harbor job, e.g. `jobs/NAME`")
+        raise DockyardError(f"`{path}` does not exist", hint="pass the folder of a Harbor job, e.g. `jobs/NAME`")
     if path.is_dir():
         yield from read_run(path, tokeniser) if is_run(path) else _read_job(path, tokeniser)
     elif path.suffix == ".parquet":
-        yield from read_traced(path, tokeniser)
+        yield from read_trace_file(path, tokeniser)
     elif path.suffix == ".jsonl":
         yield from read_recorded(path, tokeniser)
     else:
-        yield guarded(blank(str(path), trial=path.stem), partial(_read_trajectory, path, tokeniser))
+        yield isolate_errors(blank(str(path), trial=path.stem), partial(_read_trajectory, path, tokeniser))
 
 
 def count_trials(path: Path) -> int | None:
-    """How many attempts there are to read, where that is quickly known."""
+    """The number of attempts; None if counting them would take long."""
     return len(trial_folders(path)) if path.is_dir() and not is_run(path) else None
 
 
 def unfinished(path: Path) -> str | None:
-    """That a job is still running, in words; None if it is over, or none."""
+    """A message that a job is still running; None if it has finished or is not a job."""
     try:
         job = _Job.model_validate_json((path / "result.json").read_bytes())
     except (OSError, ValidationError):
@@ -179,7 +186,7 @@ class _Job(BaseModel):
 def _read_job(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     seen: Counter[str] = Counter()
     for trial in trial_folders(path):
-        yield guarded(blank(str(trial), trial=trial.name), partial(_read_trial, trial, seen, tokeniser))
+        yield isolate_errors(blank(str(trial), trial=trial.name), partial(_read_trial, trial, seen, tokeniser))
 
 
 def _read_trial(trial: Path, seen: Counter[str], tokeniser: Tokeniser) -> Converted:
@@ -190,11 +197,11 @@ def _read_trial(trial: Path, seen: Counter[str], tokeniser: Tokeniser) -> Conver
     found = replace(_found(trial, result, attempt), group=group)
     if isinstance(result, Failure):
         return found
-    return guarded(found, partial(_with_words, found, trial, result, tokeniser))
+    return isolate_errors(found, partial(_with_text, found, trial, result, tokeniser))
 
 
 def _group(trial: Path, result: TrialResult | Failure) -> str:
-    """Tasks of two folders may have one name. Without a result, what the trial was started with tells the same."""
+    """The group of a trial, from its result or else its settings. The task's folder is part of it: names may repeat."""
     if isinstance(result, TrialResult):
         who, task = result.config.agent, result.task_id
         agent, model = result.agent_info.name, _model(result)
@@ -209,11 +216,11 @@ def _group(trial: Path, result: TrialResult | Failure) -> str:
 
 
 def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converted:
-    """How the trial ended, and the tokens that its result has."""
+    """How the trial ended, and the tokens that its result contains."""
     task = task_name(trial, result)
     if isinstance(result, Failure):
         still = result.cause == "cancelled"
-        detail = f"{result.message}: it is still running, or was killed" if still else result.message
+        detail = f"{result.message}: the trial is still running, or was killed" if still else result.message
         rollout = rollout_of_trial(result, task, attempt)
         why = "running" if still else "unreadable"
         return Converted(
@@ -229,7 +236,7 @@ def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converte
     try:
         return replace(found, rollout=rollout_of_trial(result, task, attempt))
     except OverflowError:
-        return skip(found, "unreadable", f"`{trial / 'result.json'}` has token ids that are none")
+        return skip(found, "unreadable", f"`{trial / 'result.json'}` has invalid token ids")
 
 
 def _model(result: TrialResult) -> str:
@@ -240,49 +247,52 @@ def _model(result: TrialResult) -> str:
     return f"{model.provider}/{model.name}" if is_named else model.name
 
 
-def _with_words(found: Converted, trial: Path, result: TrialResult, tokeniser: Tokeniser) -> Converted:
-    """With what was said, and with tokens."""
-    if found.skipped is None and found.agent in ASK_NO_MODEL:
-        return skip(found, "no_model_calls", f"`{found.agent}` asks no model")
+def _with_text(found: Converted, trial: Path, result: TrialResult, tokeniser: Tokeniser) -> Converted:
+    """Add the conversations and the tokens."""
+    if found.skipped is None and found.agent in CALL_NO_MODEL:
+        return skip(found, "no_model_calls", f"`{found.agent}` calls no model")
     try:
-        told = _told(trial, result)
+        text = _trajectory_text(trial, result)
     except (UnreadableError, OverflowError) as error:
         if not (found.rollout.segments and tokeniser.exact):
             return skip(found, "unreadable", str(error))
-        found, told = replace(found, notes=("trajectory_unreadable",)), TrajectoryText(conversations=())
-    return _give(found, told, tokeniser)
+        found, text = replace(found, notes=("trajectory_unreadable",)), TrajectoryText(conversations=())
+    return _tokenised(found, text, tokeniser)
 
 
-def _give(found: Converted, told: TrajectoryText, tokeniser: Tokeniser) -> Converted:
+def _tokenised(found: Converted, text: TrajectoryText, tokeniser: Tokeniser) -> Converted:
     failure = found.rollout.failure
     found = replace(
         found,
-        model=found.model or told.model,
-        conversations=told.conversations,
-        notes=(*found.notes, *sorted(told.notes)),
+        model=found.model or text.model,
+        conversations=text.conversations,
+        notes=(*found.notes, *sorted(text.notes)),
     )
     if found.skipped is None and found.rollout.reward is None and "no_reward" not in found.notes:
-        return skip(found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "it was never graded")
-    return tokeniser.give(found, told.turns)
+        return skip(
+            found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "the trial was not graded"
+        )
+    return tokeniser.tokenise(found, text.turns)
 
 
-def _told(trial: Path, result: TrialResult) -> TrajectoryText:
-    """Model calls that were logged tell most, then a trajectory, then whatever log the agent wrote."""
+def _trajectory_text(trial: Path, result: TrialResult) -> TrajectoryText:
+    """The conversations of a trial: from logged model calls, or else a trajectory, or else the agent's own log."""
     steps = [trial / "steps" / step.step_name / "agent" for step in result.step_results or []]
     folders = [folder for folder in (*steps, trial / "agent") if folder.is_dir()]
     logged = [folder / _COMPLETIONS for folder in folders if any((folder / _COMPLETIONS).glob("*.json"))]
     if logged:
         return TrajectoryText.joined(read_completions(folder) for folder in logged)
     trajectories = [file for folder in folders if (file := folder / TRAJECTORY).is_file()]
-    told, agent = read_told(*trajectories) if trajectories else TrajectoryText(conversations=()), result.agent_info.name
-    if trajectories and agent not in TELL_MORE:
-        return told
-    words = conversation_from_log(trial, agent)
-    return replace(told, conversations=words, turns=()) if words else told
+    text = read_trajectory_text(*trajectories) if trajectories else TrajectoryText(conversations=())
+    agent = result.agent_info.name
+    if trajectories and agent not in LOG_IS_BETTER:
+        return text
+    logged_text = conversation_from_log(trial, agent)
+    return replace(text, conversations=logged_text, turns=()) if logged_text else text
 
 
 def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
-    """A trajectory by itself. Its reward is known if it lies in its trial."""
+    """Convert a single trajectory. Its reward is known if it is in the folder of its trial."""
     trial = file.parent.parent
     result = read_result(trial) if file.parent.name == "agent" else None
     if isinstance(result, TrialResult):
@@ -290,6 +300,6 @@ def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
     else:
         found = replace(blank(str(file), trial=file.stem, task=file.stem), notes=("no_reward",))
     try:
-        return _give(found, read_told(file), tokeniser)
+        return _tokenised(found, read_trajectory_text(file), tokeniser)
     except (UnreadableError, OverflowError) as error:
         return skip(found, "unreadable", str(error))

@@ -1,4 +1,4 @@
-"""What a conversion came to."""
+"""Counts the results of a conversion, and prints them as a table."""
 
 import logging
 from collections import Counter
@@ -10,26 +10,26 @@ from dockyard.convert.conversation import Converted
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
-"""Of the trials that were skipped for one reason, so many are in the table; others are logged."""
+"""How many skipped trials the table lists per reason. The others are logged."""
 NOTES = {
-    "no_tool_definitions": "tool calls, but nothing says which tools there were",
+    "no_tool_definitions": "there are tool calls, but the tools are not defined",
     "no_system_prompt": "the agent's system text is not in its trajectory: the model saw more than is rendered",
-    "rebuilt_replies": "the trajectory has terminus-2's replies taken apart; they were put together in its format",
-    "paraphrased_replies": "the trajectory has OpenHands' words for an action, not the model's",
+    "rebuilt_replies": "the trajectory has terminus-2's replies split into parts; they were joined in its format",
+    "paraphrased_replies": "the trajectory has OpenHands' description of an action, not the model's text",
     "turns_without_ids": "some replies have no ids and are context only",
-    "thoughts_left_out": "the chat template has no place for thoughts",
-    "summary_missing": "a history was summarised, and the summary is not there",
-    "file_missing": "the trajectory refers to a file that is not there",
+    "thoughts_left_out": "the chat template does not print reasoning",
+    "summary_missing": "a history was summarised, and the summary is missing",
+    "file_missing": "the trajectory refers to a file that is missing",
     "file_unreadable": "the trajectory refers to a file that is damaged",
     "media_left_out": "images or sounds are shown as `[image]`",
-    "merged_replies": "a step stands for several model calls",
-    "empty_replies": "steps in which the model said nothing were left out",
-    "trajectory_unreadable": "ids are used, the trajectory cannot be read",
-    "malformed_calls": "replies with a call whose arguments are no JSON are context only",
+    "merged_replies": "a step combines several model calls",
+    "empty_replies": "steps with an empty reply were left out",
+    "trajectory_unreadable": "ids are used; the trajectory cannot be read",
+    "malformed_calls": "replies with a call whose arguments are not JSON are context only",
     "failed_unrewarded": "`result` names an exception that the policy can have caused, and no reward: counted as 0",
-    "no_reward": "nothing says what it earned",
+    "no_reward": "the reward is not known",
 }
-"""What the notes on attempts mean. Others are explained where they are made."""
+"""What the notes on attempts mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Skipped:
 
 @dataclass(slots=True)
 class ConversionReport:
-    """Counts attempts as they go by."""
+    """Counts attempts one at a time."""
 
     trials: int = 0
     exact: int = 0
@@ -55,7 +55,7 @@ class ConversionReport:
     trained_tokens: int = 0
     samples: int = 0
     worded: int = 0
-    """Whose words are known, converted or not."""
+    """Attempts whose text is known, converted or not."""
     rewards: list[float] = field(default_factory=list[float])
     skipped: Counter[str] = field(default_factory=Counter[str])
     notes: Counter[str] = field(default_factory=Counter[str])
@@ -66,7 +66,7 @@ class ConversionReport:
         return self.exact + self.text
 
     def add(self, found: Converted) -> None:
-        """One more attempt."""
+        """Count one attempt."""
         self.trials += 1
         self.worded += bool(found.conversations)
         if found.skipped is not None:
@@ -92,7 +92,7 @@ class ConversionReport:
             self.rewards.append(rollout.reward)
 
     def summary(self) -> dict[str, Any]:
-        """As data."""
+        """The counts as JSON data."""
         return {
             "trials": self.trials,
             "converted": self.converted,
@@ -112,7 +112,7 @@ class ConversionReport:
         }
 
     def table(self) -> str:
-        """For people."""
+        """The counts as a table."""
         found = self.summary()
         share, reward = found["masked_share"], found["reward_mean"]
         masked = "" if share is None else f" ({share:.1%} masked)"
@@ -131,7 +131,7 @@ class ConversionReport:
 
     def _reason(self, why: str, count: int) -> list[str]:
         named = [trial.line for trial in self.skipped_trials if trial.reason == why][:_MAX_NAMED]
-        more = [f"    and {count - len(named):,} more, named above"] if count > len(named) else []
+        more = [f"    and {count - len(named):,} more, listed above"] if count > len(named) else []
         return [f"  {why} {count:,}", *(f"    {line}" for line in named), *more]
 
     def _note(self, name: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""Recorded rollouts of any form, to be trained on: jobs, runs and trajectories by conversion, samples as they are."""
+"""Reads recorded rollouts to train on: jobs, runs and trajectories are converted, samples are used as they are."""
 
 import logging
 from collections import Counter
@@ -9,7 +9,7 @@ import numpy as np
 
 from dockyard.convert.read import Converted, read_trials
 from dockyard.convert.samples import Sample, groups_of, read_samples
-from dockyard.convert.tokenize import off_policy_source
+from dockyard.convert.tokenize import tokenizer_mismatch
 from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.types import Group, Rollout, Segment
@@ -20,7 +20,7 @@ _MAX_LINE = 64 * 2**20
 
 
 def read_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
-    """Those that can be trained on, with others of their task; of a run of ours, with others of their step."""
+    """The rollouts that can be trained on, in groups by task; those of a Dockyard run also by step."""
     if holds_samples(path):
         return groups_of(_checked(path, renderer))
     by_group: dict[str, list[Rollout]] = {}
@@ -30,7 +30,7 @@ def read_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
 
 
 def holds_samples(path: Path) -> bool:
-    """Whether a file holds what `dockyard convert` or SLiME wrote: by its suffix, or where that says little, inside."""
+    """Whether a file has samples that `dockyard convert` or SLiME wrote, by its suffix or its content."""
     if not path.is_file():
         return False
     if path.suffix == ".parquet":
@@ -48,23 +48,23 @@ def _has_tokens(path: Path) -> bool:
     try:
         return "tokens" in parquet.read_schema(path).names  # pyright: ignore[reportUnknownMemberType]
     except (OSError, ValueError):
-        return True  # whoever reads it says what is wrong
+        return True  # reading it reports what is wrong
 
 
 def _checked(path: Path, renderer: Renderer) -> Iterator[Sample]:
-    """Ids of another tokenizer would be trained on without an error, or end the run in the middle."""
+    """Read samples, and refuse ids of another tokenizer: they would be trained on without an error, or crash later."""
     for sample in read_samples(path):
         nothing = np.zeros(len(sample.tokens), np.bool_)
         segment = Segment(token_ids=sample.tokens, sampled=nothing, logprobs=None, versions=None)
-        why = off_policy_source([segment], f"{sample.prompt}\n{sample.response}", renderer)
+        why = tokenizer_mismatch([segment], f"{sample.prompt}\n{sample.response}", renderer)
         if why:
-            hint = "`--model.name` names the model that the samples were made for"
-            raise DockyardError(f"sample {sample.index} of `{path}` is another model's: {why}", hint=hint)
+            hint = "set `--model.name` to the model that the samples were made for"
+            raise DockyardError(f"sample {sample.index} of `{path}` was made for another model: {why}", hint=hint)
         yield sample
 
 
 def _convertible(path: Path, renderer: Renderer) -> Iterator[Converted]:
-    """What was left out is named, and counted in the end."""
+    """The attempts that can be trained on. Others are logged, and counted at the end."""
     left_out: Counter[str] = Counter()
     num_read = 0
     for converted in read_trials(path, renderer):

@@ -1,4 +1,4 @@
-"""A training sample in SLiME's words and shape: one per segment, as files hold it."""
+"""A training sample with SLiME's field names: one per segment, as stored in files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,49 +16,49 @@ class SampleStatus(StrEnum):
     """How the rollout ended."""
 
     PENDING = "pending"
-    """Only SLiME's own files have it."""
+    """Appears only in SLiME's own files."""
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """Out of time, turns or context."""
+    """A limit of time, turns or context ended it."""
     ABORTED = "aborted"
-    """The infrastructure is to blame: there is no reward."""
+    """The infrastructure caused the failure: there is no reward."""
     FAILED = "failed"
-    """The policy is to blame for another failure."""
+    """The policy caused another failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One segment of a rollout. All segments of a rollout share its `rollout_id` and carry its whole reward."""
+    """One segment of a rollout. All segments of a rollout have its `rollout_id` and its whole reward."""
 
     group_index: int
     """The same for all rollouts of a task."""
     index: int
-    """Unique in a file."""
+    """Unique within a file."""
     rollout_id: int
     prompt: str
-    """For people, like `response`: never tokenised again."""
+    """For people to read, like `response`. It is never tokenised."""
     tokens: IntArray
     """Prompt and response."""
     response: str
     response_length: int
-    """How many of `tokens` come after the first prompt, tools' results included."""
+    """The number of `tokens` after the first prompt, tool results included."""
     label: str
-    """The task's name."""
+    """The name of the task."""
     reward: float | None
-    """None when the rollout is lost to its group."""
+    """None if the rollout is dropped from its group."""
     loss_mask: BoolArray
     """Over the response: True where the policy drew the token."""
     rollout_log_probs: FloatArray | None
-    """Over the response, 0 where not sampled; None when nobody recorded them."""
+    """Over the response, 0 where not sampled. None if they were not recorded."""
     versions: IntArray | None = None
-    """Over the response: the weights that drew the token, -1 where not sampled; None when nobody recorded them."""
+    """Over the response: the weight version that drew the token, -1 where not sampled. None if not recorded."""
     status: str
     remove_sample: bool
-    """Not to be trained on."""
+    """True if it must not be trained on."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def row(self) -> dict[str, Any]:
-        """Its fields in plain lists and numbers."""
+        """The fields as plain lists and numbers."""
         return {
             "group_index": self.group_index,
             "index": self.index,
@@ -79,7 +79,7 @@ class Sample:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any], where: str) -> Self:
-        """What `row` gave, or SLiME's `Sample.to_dict`. Raises an error that names the place and the field."""
+        """Parse the output of `row`, or of SLiME's `Sample.to_dict`. Errors name the place and the field."""
         try:
             fields = _Row.model_validate(row)
         except ValidationError as error:
@@ -97,7 +97,7 @@ class Sample:
             response=fields.response,
             response_length=response,
             label=fields.label or "",
-            # SLiME keeps a number where there is no reward, and leaves the sample out of the loss instead.
+            # SLiME stores a number where there is no reward, and excludes the sample from the loss instead.
             reward=None if fields.remove_sample else fields.reward,
             loss_mask=np.ones(response, np.bool_) if fields.loss_mask is None else np.array(fields.loss_mask, np.bool_),
             rollout_log_probs=None if logprobs is None else np.array(logprobs, np.float32),
@@ -112,7 +112,7 @@ type _Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class _Row(BaseModel):
-    """A sample as it lies in a file; keys that are not ours are ignored."""
+    """A sample as stored in a file. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -133,7 +133,7 @@ class _Row(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def check(self, where: str) -> None:
-        """Lists that belong together are of one length."""
+        """Refuse lists whose lengths do not agree."""
         if self.response_length > len(self.tokens):
             raise _broken(where, f"`response_length` is {self.response_length}, with {len(self.tokens)} `tokens`")
         lists = (
@@ -143,11 +143,11 @@ class _Row(BaseModel):
         )
         first = (self.loss_mask or [1])[0] if self.response_length else 0
         if first and self.response_length == len(self.tokens):
-            raise _broken(where, "its first token is sampled, with nothing before it that could have drawn it")
+            raise _broken(where, "its first token is marked as sampled, but there is no prompt before it")
         for name, values in lists:
             if values is not None and len(values) != self.response_length:
                 raise _broken(where, f"`{name}` has {len(values)} values, `response_length` is {self.response_length}")
 
 
 def _broken(where: str, problem: str) -> DockyardError:
-    return DockyardError(f"{where} is not a sample: {problem}", hint="write it anew with `dockyard convert`")
+    return DockyardError(f"{where} is not a sample: {problem}", hint="write it again with `dockyard convert`")

@@ -1,6 +1,6 @@
-"""Files of samples: parquet, JSON and JSONL, written and read one sample at a time, and SLiME's `.pt`.
+"""Writes and reads files of samples: parquet, JSON and JSONL one sample at a time, and SLiME's `.pt`.
 
-A file gets its name once it is complete. `.pt` needs memory for all samples: SLiME reads one pickled list.
+A file gets its name when it is complete. `.pt` needs memory for all samples, because SLiME reads one pickled list.
 """
 
 import json
@@ -29,7 +29,7 @@ _BUFFERED = 1 << 20
 _BATCH = 64
 
 type ParquetColumn = tuple[str, str]
-"""A name and one of the types below."""
+"""A column name and one of the types below."""
 _TYPES: dict[str, Any] = {
     "int": pa.int64(),
     "number": pa.float64(),
@@ -43,7 +43,7 @@ _TYPES: dict[str, Any] = {
 
 
 class ParquetWriter:
-    """Holds rows back until they are worth a row group."""
+    """Collects rows and writes them in row groups."""
 
     def __init__(self, path: Path, columns: Sequence[ParquetColumn]) -> None:
         self._schema = pa.schema([(name, _TYPES[kind]) for name, kind in columns])
@@ -64,7 +64,7 @@ class ParquetWriter:
             self._file.close()
 
     def write(self, row: Mapping[str, Any], size: int) -> None:
-        """`size` is about how many numbers or letters it has."""
+        """Add a row. `size` is its approximate number of numbers and characters."""
         self._rows.append(row)
         self._size += size
         if self._size >= _BUFFERED:
@@ -78,22 +78,24 @@ class ParquetWriter:
 
 
 def open_parquet(path: Path) -> Any:
-    """A `pyarrow.parquet.ParquetFile`. What is not one is named."""
+    """Open a `pyarrow.parquet.ParquetFile`. Errors name the file."""
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DockyardError(f"`{path}` cannot be read: {reason}", hint="is it whole, and a parquet file?") from error
+        raise DockyardError(
+            f"`{path}` cannot be read: {reason}", hint="check that it is a complete parquet file"
+        ) from error
 
 
 def read_parquet(file: Any, path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Row after row, the named columns of a file that `open_parquet` gave."""
+    """Read the named columns of a file from `open_parquet`, row by row."""
     try:
         for batch in file.iter_batches(_BATCH, columns=list(columns)):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DockyardError(f"`{path}` is damaged: {reason}", hint="write or fetch the file anew") from error
+        raise DockyardError(f"`{path}` is damaged: {reason}", hint="write or download the file again") from error
 
 
 FORMATS = ("parquet", "json", "jsonl", "pt")
@@ -118,14 +120,14 @@ _OPTIONAL = ("prompt", "response", "label", "rollout_id", "rollout_log_probs", "
 
 
 class SampleWriter(Protocol):
-    """An open file of samples."""
+    """An open file that samples are written to."""
 
     def write(self, sample: Sample) -> None: ...
 
 
 @contextmanager
 def open_writer(path: Path, format: str | None = None) -> Generator[SampleWriter]:  # noqa: A002
-    """A file to fill, in the format that its suffix names. It is there when the block ends well, and else is not."""
+    """Open a file for writing, in the format of its suffix. It appears only if the block ends without an error."""
     open_draft = _WRITERS[_format_of(path, format)]
     with whole_file(path) as draft, ExitStack() as stack:
         with writing(path):
@@ -136,7 +138,7 @@ def open_writer(path: Path, format: str | None = None) -> Generator[SampleWriter
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """What `open_writer` wrote, or SLiME's debug `.pt`, sample by sample."""
+    """Read a file that `open_writer` wrote, or SLiME's debug `.pt`, sample by sample."""
     if not path.is_file():
         raise UsageError(f"`{path}` is not a file", hint="write one with `dockyard convert JOB_DIR --output FILE`")
     return _READERS[_format_of(path, None)](path)
@@ -146,13 +148,13 @@ def _format_of(path: Path, format: str | None) -> str:  # noqa: A002
     name = format or path.suffix.removeprefix(".")
     if name not in FORMATS:
         known = ", ".join(f"`.{name}`" for name in FORMATS)
-        raise UsageError(f"`{path}`: samples cannot be in the format `{name}`", hint=f"give the file one of {known}")
+        raise UsageError(f"`{path}`: samples cannot be in the format `{name}`", hint=f"use one of the suffixes {known}")
     return name
 
 
 @contextmanager
 def whole_file(path: Path) -> Generator[Path]:
-    """Where to write a file that takes the name `path` when the block ends well, and is removed when it does not."""
+    """A draft that is renamed to `path` if the block ends without an error, and removed otherwise."""
     draft = path.with_name(f".{path.name}.draft")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,16 +175,16 @@ def _finish(draft: Path, path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Say which file it is that the disk does not take."""
+    """Name the file in errors of the disk."""
     try:
         yield
     except OSError as error:
-        hint = "free some disk space, or choose another place for it"
+        hint = "free some disk space, or write it elsewhere"
         raise DockyardError(f"cannot write `{path}`: {error.strerror or error}", hint=hint) from error
 
 
 class _Checked:
-    """Refuses what no reader would take back."""
+    """Refuses samples that could not be read back."""
 
     def __init__(self, writer: SampleWriter, path: Path) -> None:
         self._writer = writer
@@ -196,7 +198,7 @@ class _Checked:
         ):
             if not is_finite:
                 trial = sample.metadata.get("trial") or sample.label
-                hint = "its verifier or its engine gave it; leave the trial out"
+                hint = "the value comes from its verifier or engine; leave the trial out"
                 raise DockyardError(f"`{name}` of trial `{trial}` is not a finite number", hint=hint)
         with writing(self._path):
             self._writer.write(sample)
@@ -263,8 +265,8 @@ def _read_parquet(path: Path) -> Iterator[Sample]:
     missing = [name for name, _ in _COLUMNS if name not in found and name not in _OPTIONAL]
     if missing:
         raise DockyardError(
-            f"`{path}` holds no samples: it has the columns {_named(found)}, and lacks {_named(missing)}",
-            hint="samples come from `dockyard convert`; a file of traces is converted by it as well",
+            f"`{path}` has no samples: its columns are {_named(found)}, and {_named(missing)} are missing",
+            hint="`dockyard convert` writes samples, also from a trace file",
         )
     columns = [name for name, _ in _COLUMNS if name in found]
     for number, row in enumerate(read_parquet(file, path, columns), 1):
@@ -309,7 +311,9 @@ def _parse(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DockyardError(f"{where} is not JSON: {error}", hint="was it cut? write the file anew") from error
+        raise DockyardError(
+            f"{where} is not JSON: {error}", hint="the file may be incomplete; write it again"
+        ) from error
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:

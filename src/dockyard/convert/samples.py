@@ -1,4 +1,4 @@
-"""Rollouts become samples, and samples become groups of rollouts again."""
+"""Converts rollouts to samples, and samples back to groups of rollouts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _LOST = ("no_reward", "unreadable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a sample stands in its file."""
+    """The indices of a sample in its file."""
 
     group_index: int
     rollout_id: int
@@ -39,7 +39,7 @@ class _Place:
 
 
 class SampleNumbers:
-    """Counts groups, rollouts and samples while a job goes by."""
+    """Numbers groups, rollouts and samples in the order in which they are read."""
 
     def __init__(self, *, first_group: int = 0, first_rollout: int = 0) -> None:
         self._first_group = first_group
@@ -47,7 +47,7 @@ class SampleNumbers:
         self._num_rollouts = self._num_samples = first_rollout
 
     def take(self, group_name: str, num_samples: int) -> list[_Place]:
-        """The places of one rollout's samples, in the group of this name."""
+        """The indices for the samples of one rollout, in the group of this name."""
         group = self._groups.setdefault(group_name, self._first_group + len(self._groups))
         first, rollout = self._num_samples, self._num_rollouts
         self._num_samples += num_samples
@@ -171,7 +171,7 @@ def _status(rollout: Rollout) -> str:
 
 
 def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
-    """Rollouts with their segments, by task. One that is lost has no reward, and stays in its group."""
+    """Rollouts with their segments, in groups. A dropped rollout has no reward, and stays in its group."""
     groups: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, {}).setdefault(sample.rollout_id, []).append(sample)
@@ -184,13 +184,13 @@ def _group(rollouts: dict[int, list[Sample]]) -> Group:
 
 
 def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
-    """`attempt` is its place in the group, for files of SLiME's that do not say it."""
+    """`attempt` is the index in the group, for SLiME's files, which do not store it."""
     first = siblings[0]
     rewards = {sample.reward for sample in siblings}
     if len(rewards) > 1:
         raise DockyardError(
             f"rollout {first.rollout_id} of `{first.label}` has the rewards {sorted(map(str, rewards))}",
-            hint="all samples of a rollout carry the same reward; does the file mix several jobs?",
+            hint="all samples of a rollout must have the same reward; the file may mix several jobs",
         )
     metadata = first.metadata
     return Rollout(

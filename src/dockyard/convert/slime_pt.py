@@ -1,7 +1,7 @@
-"""SLiME's debug file: `--load-debug-rollout-data` trains from it without an engine. The one part here that needs torch.
+"""SLiME's debug file, from which `--load-debug-rollout-data` trains without an engine. Only this module needs torch.
 
-SLiME looks at the first sample to see whether log-probabilities were recorded, and then takes those of all. So a file
-has them for every sample, or for none: a part of them would be worse than recomputing all.
+SLiME checks the first sample for log-probabilities, and then reads those of all samples. A file therefore has them for
+every sample or for none.
 """
 
 import logging
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class SlimeSamples:
-    """Collects samples for one file."""
+    """Collects the samples of one file."""
 
     def __init__(self) -> None:
-        _torch()  # better now than after hours of conversion
+        _torch()  # fail now, not after hours of conversion
         self._samples: list[Sample] = []
 
     def write(self, sample: Sample) -> None:
@@ -32,7 +32,7 @@ class SlimeSamples:
 
 
 def slime_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """As SLiME's `Sample.from_dict` takes them. Needs no torch."""
+    """The samples in the form that SLiME's `Sample.from_dict` reads. Needs no torch."""
     rows = [_slime_row(sample) for sample in samples]
     trained = [row for row in rows if any(row["loss_mask"])]
     recorded = [row for row in trained if row["rollout_log_probs"] is not None]
@@ -41,27 +41,27 @@ def slime_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             missing = len(trained) - len(recorded)
             logger.warning("%d of %d samples have no log-probabilities: none are written", missing, len(trained))
         return [row | {"rollout_log_probs": None} for row in rows]
-    zeros = ([0.0] * row["response_length"] for row in rows)  # of a lost rollout
+    zeros = ([0.0] * row["response_length"] for row in rows)  # for a dropped rollout
     return [
         row | {"rollout_log_probs": row["rollout_log_probs"] or zero} for row, zero in zip(rows, zeros, strict=True)
     ]
 
 
 def load_slime(path: Path) -> list[Any]:
-    """The samples of a file, as SLiME or we wrote it."""
+    """Read the samples of a file that SLiME or Dockyard wrote."""
     try:
         content = _torch().load(path, weights_only=True, map_location="cpu")
         return list(content["samples"])
     except DockyardError:
         raise
-    except Exception as error:  # torch has no error of its own for what is not its file
+    except Exception as error:  # torch raises many kinds of errors for other files
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         hint = "SLiME writes one with `--save-debug-rollout-data`, `dockyard convert` with `--output FILE.pt`"
-        raise DockyardError(f"`{path}` holds no samples of SLiME's: {reason}", hint=hint) from error
+        raise DockyardError(f"`{path}` is not a SLiME file with samples: {reason}", hint=hint) from error
 
 
 def _slime_row(sample: Sample) -> dict[str, Any]:
-    """The fields that SLiME and Miles both have."""
+    """The fields that both SLiME and Miles have."""
     row = sample.row()
     versions: list[int] | None = row.pop("versions")
     row["reward"] = 0.0 if sample.reward is None else sample.reward  # and `remove_sample` is set
@@ -70,7 +70,7 @@ def _slime_row(sample: Sample) -> dict[str, Any]:
 
 
 def _calls(versions: list[int]) -> list[str]:
-    """The version of each stretch that was drawn in one go."""
+    """The weight version of each run of sampled tokens."""
     changes = np.flatnonzero(np.diff(np.array(versions, np.int32), prepend=-1))
     return [str(versions[place]) for place in changes if versions[place] >= 0]
 

@@ -1,9 +1,8 @@
-"""Get the tokens of a recorded attempt: as sampled where they were recorded, else by tokenising its text.
+"""Adds tokens to a recorded attempt: the sampled ids if they were recorded, else by tokenising its text.
 
-Text is tokenised as the gateway does it: each turn follows what came before as it would have been sampled, and only new
-messages are rendered. Where a template cannot render messages alone, the whole history is rendered, and a segment ends
-where that does not continue the one before. An unexpected error in one attempt's files costs that attempt, not the
-conversion.
+Text is tokenised as in the gateway: each turn is encoded as it would have been sampled, and only new messages are
+rendered. If a template cannot render messages alone, the whole history is rendered, and a new segment begins where it
+does not continue the one before. An unexpected error in the files of one attempt skips that attempt only.
 """
 
 import logging
@@ -16,21 +15,20 @@ from typing import Protocol
 
 from dockyard.convert.conversation import Conversation, Converted, without_malformed
 from dockyard.engine.model_dir import find_model
-from dockyard.gateway.messages import Prompt
 from dockyard.gateway.protocol import one_system
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.rollout.details import KeptTurn, stitch
-from dockyard.types import IntArray, Rollout, Segment
+from dockyard.gateway.token_tree import stitch_turns
+from dockyard.types import IntArray, Prompt, Rollout, Segment, Turn
 
 
 def segments_of(conversation: Conversation, renderer: Renderer) -> tuple[Segment, ...]:
-    """With the model's own messages marked; nobody recorded logprobs. Raises `TemplateRejectionError`."""
-    return tuple(stitch(_turns(with_one_system(conversation), renderer)))
+    """Segments with the model's messages marked, without logprobs. Raises `TemplateRejectionError`."""
+    return stitch_turns(_turns(with_one_system(conversation), renderer))
 
 
 def with_one_system(conversation: Conversation) -> Conversation:
-    """The same with at most one system text, in front: templates know no other."""
+    """The same conversation with one system message at most, at the start: templates accept no other."""
     messages = one_system(conversation.messages)
     num_gone = len(conversation.messages) - len(messages)
     sampled = None if conversation.sampled is None else _moved(conversation.sampled, num_gone)
@@ -41,23 +39,21 @@ def _moved(places: frozenset[int], num_gone: int) -> frozenset[int]:
     return frozenset(place - num_gone for place in places)
 
 
-def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[KeptTurn]:
-    before: tuple[int, KeptTurn] | None = None
+def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[Turn]:
+    before: tuple[int, Turn] | None = None
     for place in conversation.replies:
         prompt_ids = _prompt(conversation, place, before, renderer)
-        said = renderer.reply(conversation.messages[place], conversation.tools)
-        turn = KeptTurn(prompt_ids, said[:-1] if place in conversation.cut else said)
+        reply_ids = renderer.reply(conversation.messages[place], conversation.tools)
+        turn = Turn(prompt_ids=prompt_ids, sampled_ids=reply_ids[:-1] if place in conversation.cut else reply_ids)
         before = place, turn
         yield turn
 
 
-def _prompt(
-    conversation: Conversation, place: int, before: tuple[int, KeptTurn] | None, renderer: Renderer
-) -> IntArray:
-    """What the model was given to say the message at this place; `before` is its message before that, if any."""
+def _prompt(conversation: Conversation, place: int, before: tuple[int, Turn] | None, renderer: Renderer) -> IntArray:
+    """The prompt of the reply at this index. `before` is the index and turn of the previous reply, if any."""
     messages, tools = conversation.messages, conversation.tools
     if place == 0:
-        raise TemplateRejectionError("nothing comes before the model's first message")
+        raise TemplateRejectionError("there is no message before the model's first reply")
     if before is not None:
         last, turn = before
         prefix, new = (turn.prompt_ids, turn.sampled_ids), messages[last + 1 : place]
@@ -76,12 +72,12 @@ class SavedTokenizer(Protocol):
 
 
 def load_renderer(tokenizer: "Renderer | Path | str | SavedTokenizer") -> Renderer:
-    """How this model's conversations are written."""
+    """Load the renderer of a model."""
     if isinstance(tokenizer, Renderer):
         return tokenizer
     if isinstance(tokenizer, Path | str):
         folder = Path(tokenizer).expanduser()
-        is_folder = (folder / "tokenizer.json").is_file()  # the rest of a model is not needed
+        is_folder = (folder / "tokenizer.json").is_file()  # the weights are not needed
         return Renderer.load(folder if is_folder else find_model(str(tokenizer), weights=False), str(tokenizer))
     with tempfile.TemporaryDirectory(prefix="dockyard-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
@@ -93,41 +89,42 @@ _ENOUGH_WORDS = 5
 _MIN_SHARE = 0.5
 _MAX_TEXT = 20_000
 _OF_ATTEMPTS = ("no_reward", "trajectory_unreadable")
-"""The other notes are on words, which do not matter where ids are known."""
+"""Notes that also apply if ids are known. The other notes concern text only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokeniser:
-    """Gives attempts their tokens."""
+    """Adds tokens to attempts."""
 
     renderer: Renderer | None
     exact: bool = True
-    """Whether ids that were kept are used."""
+    """Whether stored ids are used."""
 
-    def give(self, found: Converted, turns: Sequence[Sequence[KeptTurn]] = (), text: str = "") -> Converted:
-        """The attempt as training data, or with the reason why it is none.
+    def tokenise(self, found: Converted, turns: Sequence[Sequence[Turn]] = (), text: str = "") -> Converted:
+        """The attempt with segments, or with the reason why it has none.
 
-        `turns` are those whose ids its trajectory has; `text` is what ids should read as if no conversation tells.
+        `turns` are the turns whose ids its trajectory has. `text` is compared with the decoded ids if there are no
+        conversations.
         """
         if found.skipped is not None:
             return found
-        kept = found.rollout.segments or tuple(segment for history in turns for segment in stitch(history))
+        kept = found.rollout.segments or tuple(segment for history in turns for segment in stitch_turns(history))
         if not self.exact or not kept:
             return self._from_text(found)
-        told = text or _text(found.conversations)
-        if self.renderer and (difference := off_policy_source(kept, told, self.renderer)):
+        expected = text or _text(found.conversations)
+        if self.renderer and (difference := tokenizer_mismatch(kept, expected, self.renderer)):
             return skip(found, "other_tokenizer", f"{difference}; `--text` renders the text instead")
         return _as_sampled(found, kept, sum(map(len, turns)))
 
     def _from_text(self, found: Converted) -> Converted:
-        told = [conversation for conversation in found.conversations if conversation.replies]
-        if not told:
-            return skip(found, "no_trajectory", found.detail or "no file of the agent's tells what was said")
-        own = [conversation for one in told if (conversation := without_malformed(one)).replies]
+        spoken = [conversation for conversation in found.conversations if conversation.replies]
+        if not spoken:
+            return skip(found, "no_trajectory", found.detail or "no file of the agent contains the conversation")
+        own = [conversation for one in spoken if (conversation := without_malformed(one)).replies]
         if not own:
-            return skip(found, "not_renderable", "the arguments of all of the model's calls are no JSON")
+            return skip(found, "not_renderable", "none of the model's tool calls has valid JSON arguments")
         if self.renderer is None:
-            return skip(found, "no_tokenizer", "no ids were kept; `--tokenizer MODEL` makes them from the text")
+            return skip(found, "no_tokenizer", "the attempt has no token ids; `--tokenizer MODEL` tokenises its text")
         try:
             segments = tuple(segment for conversation in own for segment in segments_of(conversation, self.renderer))
         except TemplateRejectionError as error:
@@ -135,7 +132,7 @@ class Tokeniser:
         thoughts = any(conversation.messages[place].reasoning for conversation in own for place in conversation.replies)
         notes = {
             "thoughts_left_out": thoughts and not self.renderer.keeps_thoughts,
-            "malformed_calls": own != told,
+            "malformed_calls": own != spoken,
         }
         noted = (*found.notes, *(name for name, applies in notes.items() if applies))
         return replace(found, notes=noted, rollout=_trained(found, segments))
@@ -154,22 +151,22 @@ def _trained(found: Converted, segments: tuple[Segment, ...]) -> Rollout:
 
 
 def skip(found: Converted, why: str, detail: str) -> Converted:
-    """The same, but no training data."""
+    """The same attempt, marked as skipped."""
     return replace(found, skipped=why, detail=detail, rollout=replace(found.rollout, segments=()))
 
 
-def off_policy_source(segments: Sequence[Segment], text: str, renderer: Renderer) -> str | None:
-    """How it shows that the ids are another tokenizer's; None if they may be this one's."""
+def tokenizer_mismatch(segments: Sequence[Segment], text: str, renderer: Renderer) -> str | None:
+    """Why the ids must come from another tokenizer; None if they can be from this one."""
     highest = max(int(segment.token_ids.max(initial=0)) for segment in segments)
     lowest = min(int(segment.token_ids.min(initial=0)) for segment in segments)
     if highest >= renderer.max_ids or lowest < 0:
-        return f"id {highest if lowest >= 0 else lowest} is none of this tokenizer's"
+        return f"id {highest if lowest >= 0 else lowest} is not in this tokenizer's vocabulary"
     expected = set(_WORD.findall(text[:_MAX_TEXT]))
     if len(expected) < _ENOUGH_WORDS:
         return None
     read = {word for segment in segments for word in _WORD.findall(renderer.text(segment.token_ids))}
     share = len(expected & read) / len(expected)
-    return None if share >= _MIN_SHARE else f"its ids read as {share:.0%} of the words that were said"
+    return None if share >= _MIN_SHARE else f"its decoded ids contain {share:.0%} of the words of the conversation"
 
 
 def _text(conversations: Sequence[Conversation]) -> str:
@@ -179,17 +176,17 @@ def _text(conversations: Sequence[Conversation]) -> str:
 logger = logging.getLogger(__name__)
 
 
-def guarded(found: Converted, convert: Callable[[], Converted]) -> Converted:
-    """What `convert` gives; where it breaks, `found` as unreadable."""
+def isolate_errors(found: Converted, convert: Callable[[], Converted]) -> Converted:
+    """The result of `convert`; if it raises, `found` marked as unreadable."""
     try:
         return convert()
-    except Exception as error:  # agents write these files and may write anything: no list of errors is complete
+    except Exception as error:  # agents write these files, so any error is possible
         logger.debug("%s", found.where, exc_info=True)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return skip(found, "unreadable", f"{found.where}: {reason}")
 
 
 def blank(where: str, *, trial: str = "", task: str = "", agent: str = "", model: str = "") -> Converted:
-    """An attempt of which no more is known."""
+    """An attempt of which nothing else is known."""
     rollout = Rollout(task=task, kind="", attempt=0, segments=(), reward=None, failure=None)
     return Converted(where=where, trial=trial, agent=agent, model=model, rollout=rollout)

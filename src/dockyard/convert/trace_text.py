@@ -1,7 +1,7 @@
-"""A conversation in the words of Harbor's trace exports, and back as far as those words go.
+"""Converts conversations to the text format of Harbor's trace exports, and back as far as that format allows.
 
-There all text is the user's or the assistant's: tools stand in `<tools>` before the system text, thoughts in `<think>`,
-calls in `<tool_call>`, and the results of a turn's calls are one message.
+In that format every message is the user's or the assistant's: tools are in `<tools>` before the system text, reasoning
+in `<think>`, calls in `<tool_call>`, and the results of a turn's calls are one message.
 """
 
 import json
@@ -14,8 +14,7 @@ from typing import Any, cast
 from dockyard.convert import atif
 from dockyard.convert.atif import Agent, AtifCall, AtifStep, Trajectory
 from dockyard.convert.conversation import Conversation
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Json, Message, ToolCall
 
 _ROLES = {
     "system": "system",
@@ -35,26 +34,26 @@ _LAST_CALL = re.compile(r"(?:\A|\n)<tool_call>\n((?:(?!<tool_call>).)*)\n</tool_
 
 
 class NoConversationError(Exception):
-    """What stands in a cell is no conversation."""
+    """A cell does not contain a conversation."""
 
 
 def to_harbor(conversation: Conversation) -> list[dict[str, str]]:
-    """Up to the last thing that the model said, as `harbor traces export` has it."""
+    """The conversation up to the last reply, in the form of `harbor traces export`."""
     messages = list(conversation.messages)
     while messages and messages[-1].role != ASSISTANT:
         messages.pop()
     tools = json.dumps(conversation.tools, ensure_ascii=False, indent=2) if conversation.tools else ""
-    told: list[dict[str, str]] = []
+    turns: list[dict[str, str]] = []
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
         if is_result:
-            told.append({"role": "user", "content": "\n".join(message.text for message in group)})
+            turns.append({"role": "user", "content": "\n".join(message.text for message in group)})
             continue
         for message in group:
             before = f"<tools>\n{tools}\n</tools>\n\n" if tools and message.role == "system" else ""
             tools = "" if before else tools
             role = ASSISTANT if message.role == ASSISTANT else "user"
-            told.append({"role": role, "content": before + _words(message)})
-    return told
+            turns.append({"role": role, "content": before + _words(message)})
+    return turns
 
 
 def _words(message: Message) -> str:
@@ -68,19 +67,19 @@ def _words(message: Message) -> str:
 
 @dataclass(slots=True)
 class HarborReader:
-    """Takes the messages of one cell apart."""
+    """Parses the messages of one cell."""
 
     agent: str
     tools: tuple[Json, ...] = ()
     notes: set[str] = field(default_factory=set[str])
     _open: list[str] = field(default_factory=list[str])
-    """The calls that nobody has answered yet."""
+    """The ids of calls without a result so far."""
 
     def messages(self, cell: Any) -> list[Message]:
-        """Raises `NoConversationError`."""
+        """Parse a cell. Raises `NoConversationError`."""
         found = [_plain(turn, number) for number, turn in enumerate(_turns(cell), 1)]
         if not any(role == ASSISTANT for role, _ in found):
-            raise NoConversationError("the assistant says nothing in it")
+            raise NoConversationError("it has no message of the assistant")
         return [self._message(role, text, is_first=number == 0) for number, (role, text) in enumerate(found)]
 
     def _message(self, role: str, text: str, *, is_first: bool) -> Message:
@@ -112,7 +111,7 @@ class HarborReader:
 
 
 def tools_of(cell: Any) -> tuple[Json, ...]:
-    """Functions as OpenAI writes them. Parquet fills in what only other tools have: that is taken out again."""
+    """Functions in OpenAI's form. Parquet adds null for keys that only other tools have; these are removed."""
     listed = as_list(_json(cell) if isinstance(cell, str) else cell) or []
     definitions: list[Json] = [_without_nulls(tool) for tool in listed if isinstance(tool, dict)]
     return Trajectory(schema_version="", agent=Agent(tool_definitions=definitions), steps=[]).tools()
@@ -129,7 +128,7 @@ def _without_nulls(value: Any) -> Any:
 def _turns(cell: Any) -> list[Any]:
     turns = as_list(_json(cell) if isinstance(cell, str) else cell)
     if not turns:
-        raise NoConversationError("it is no list of messages" if cell and turns is None else "it is empty")
+        raise NoConversationError("it is not a list of messages" if cell and turns is None else "it is empty")
     return turns
 
 
@@ -137,11 +136,11 @@ def _plain(turn: Any, number: int) -> tuple[str, str]:
     """`role` and `content`, or ShareGPT's `from` and `value`."""
     fields = as_dict(turn)
     if fields is None:
-        raise NoConversationError(f"message {number} is no object")
+        raise NoConversationError(f"message {number} is not an object")
     name = fields.get("role") or fields.get("from")
     role = _ROLES.get(str(name))
     if role is None:
-        raise NoConversationError(f"message {number} has the role `{name}`")
+        raise NoConversationError(f"message {number} has the unknown role `{name}`")
     content = fields.get("content")
     return role, _text(fields.get("value") if content is None else content)
 
@@ -153,7 +152,7 @@ def _text(content: Any) -> str:
 
 
 def _calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text before the calls that it ends with, and the calls. The same words give the same ids."""
+    """Split the calls off the end of a text. The same text always gives the same call ids."""
     calls: list[ToolCall] = []
     stem = f"call_{zlib.crc32(text.encode(errors='replace')):08x}"
     while found := _LAST_CALL.search(text):
@@ -170,7 +169,7 @@ def _atif(call: ToolCall) -> AtifCall:
 
 
 def _json(text: str) -> Any:
-    """None for what is no JSON."""
+    """The parsed value; None if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -178,10 +177,10 @@ def _json(text: str) -> Any:
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """The value if it is a list."""
+    """The value if it is a list, else None."""
     return cast("list[Any]", value) if isinstance(value, list) else None
 
 
 def as_dict(value: Any) -> Json | None:
-    """The value if it is an object."""
+    """The value if it is an object, else None."""
     return cast("Json", value) if isinstance(value, dict) else None

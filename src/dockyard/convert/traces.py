@@ -1,8 +1,8 @@
-"""Read and write trace files: Harbor's columns, one row per conversation, a few rows at a time.
+"""Reads and writes trace files with Harbor's columns, one row per conversation, a few rows at a time.
 
-Harbor exports one row for each thing the model said, with everything before it, so the last row of a trial repeats the
-rows before. What Harbor's columns cannot express (roles, thoughts, calls, copied messages) is stored in
-`conversation_json`, a column of ours that other readers can ignore. Tokens are made from the text.
+Harbor exports one row for each reply, with everything before it, so the last row of a trial repeats the rows before.
+What Harbor's columns cannot express (roles, reasoning, calls, copied messages) is stored in `conversation_json`, an
+additional column that other readers can ignore. Tokens are made from the text.
 """
 
 import json
@@ -16,32 +16,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dockyard.convert.conversation import Conversation, Converted, group_name, message_of
+from dockyard.chat_format import chat_calls, parse_message
+from dockyard.convert.conversation import Conversation, Converted, group_name
 from dockyard.convert.sample_files import ParquetColumn, ParquetWriter, open_parquet, read_parquet, whole_file, writing
-from dockyard.convert.tokenize import Tokeniser, guarded, skip
+from dockyard.convert.tokenize import Tokeniser, isolate_errors, skip
 from dockyard.convert.trace_text import HarborReader, NoConversationError, as_dict, to_harbor, tools_of
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import ASSISTANT, Message
 from dockyard.rollout.blame import BY_NAME
 from dockyard.rollout.job import is_exception, rollout_of_exception
 from dockyard.rollout.order import Place
-from dockyard.types import Blame, Failure, Json, Rollout
+from dockyard.types import ASSISTANT, Blame, Failure, Json, Message, Rollout
 
 MAIN = "main"
-"""The source of the rows that tell the agent's own history; others name a subagent or a summary."""
+"""The source of the rows with the agent's main history. Other sources are subagents or summaries."""
 _EPISODE = re.compile(r"(?:episode-)?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One row, by our names of the columns."""
+    """One row, by our column names."""
 
     number: int
     values: Json
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the rows of one trial have in common. A row that names no trial is one."""
+        """The key that the rows of one trial share. A row without a trial name is a trial of its own."""
         trial = self.text("trial_name")
         return (self.text("run_id"), trial) if trial else ("", f"row-{self.number}")
 
@@ -68,7 +68,7 @@ class TraceRow:
 
 
 def conversations_in(rows: list[TraceRow], notes: set[str]) -> Iterator[Conversation]:
-    """Of all the rows of a trial. Raises `NoConversationError`."""
+    """The conversations in all rows of a trial. Raises `NoConversationError`."""
     if "conversation_json" in rows[0].values and all(row.text("conversation_json") for row in rows):
         yield from map(_recorded, rows)
         return
@@ -81,7 +81,7 @@ def _recorded(row: TraceRow) -> Conversation:
     try:
         recorded = json.loads(row.text("conversation_json"))
         return Conversation(
-            messages=tuple(map(message_of, recorded["messages"])),
+            messages=tuple(map(parse_message, recorded["messages"])),
             tools=tuple(recorded["tools"]),
             sampled=frozenset(recorded["sampled"]),
             cut=frozenset(recorded["cut"]),
@@ -92,25 +92,28 @@ def _recorded(row: TraceRow) -> Conversation:
 
 
 def _joined(rows: list[TraceRow], name: str, notes: set[str]) -> Iterator[Conversation]:
-    """The rows of one source in the order of their episodes: a row that goes on from the one before takes its place."""
+    """Join the rows of one source, in the order of their episodes. A row that continues the one before replaces it."""
     every = len(rows) > 1 and [row.episode for row in rows] == list(range(len(rows)))
     said: list[Message] = []
     chain: Conversation | None = None
     for row in rows:
         now = _conversation(row, name, notes)
-        goes_on = chain is not None and now.messages[: len(chain.messages)] == chain.messages
-        if chain is not None and not goes_on:
+        continues = chain is not None and now.messages[: len(chain.messages)] == chain.messages
+        if chain is not None and not continues:
             said += [chain.messages[place] for place in chain.replies]
             yield chain
         sampled = _sampled(now, said, only_last=every)
-        before = chain.sampled or frozenset[int]() if chain is not None and goes_on else frozenset[int]()
+        before = chain.sampled or frozenset[int]() if chain is not None and continues else frozenset[int]()
         chain = Conversation(messages=now.messages, tools=now.tools, sampled=before | sampled, name=name)
     if chain is not None:
         yield chain
 
 
 def _sampled(conversation: Conversation, said: list[Message], *, only_last: bool) -> frozenset[int]:
-    """`only_last`: what the model said before has rows of its own. Else what was said in an earlier one is copied."""
+    """The replies sampled in this row. With `only_last`, earlier replies have rows of their own.
+
+    Without it, a reply that is also in an earlier conversation is a copy.
+    """
     replies = conversation.replies
     return frozenset(replies[-1:] if only_last else [p for p in replies if conversation.messages[p] not in said])
 
@@ -148,7 +151,7 @@ _READ = (*(name for name, _ in _COLUMNS if name not in ("model_provider", "date"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One trial as a file of traces tells it."""
+    """One trial in a trace file."""
 
     where: str
     """The file and the trial's first row."""
@@ -157,7 +160,7 @@ class Trace:
     agent: str
     model: str
     result: str
-    """A reward in digits, or the name of an exception, or nothing."""
+    """A reward as text, or the name of an exception, or empty."""
     reward: float | None
     conversations: tuple[Conversation, ...]
     problem: str = ""
@@ -166,7 +169,7 @@ class Trace:
 
 
 def write_traces(path: Path, trials: Iterable[Converted]) -> int:
-    """Write every trial whose words are known. How many they were."""
+    """Write every trial whose text is known. Returns their number."""
     count = 0
     with whole_file(path) as draft, ExitStack() as stack:
         with writing(path):
@@ -198,7 +201,7 @@ def _rows(trial: Converted) -> Iterator[dict[str, Any]]:
 
 
 def _about(trial: Converted) -> dict[str, Any]:
-    """What is the same for all rows of a trial; some of it stands in its `result.json` alone."""
+    """The columns that all rows of a trial share. Some are only in its `result.json`."""
     rollout = trial.rollout
     result = _read_result(Path(trial.where))
     config, model = _inner(result, "config"), _inner(_inner(result, "agent_info"), "model_info")
@@ -243,16 +246,13 @@ def _to_json(conversation: Conversation) -> Json:
 
 
 def _message_json(message: Message) -> Json:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
-        for call in message.calls
-    ]
+    calls = chat_calls(message)
     fields = {"reasoning_content": message.reasoning, "tool_calls": calls, "tool_call_id": message.call_id}
     return {"role": message.role, "content": message.text, **{name: value for name, value in fields.items() if value}}
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    """Trial after trial. Raises an error that names the columns if it is a file of something else."""
+    """Read a trace file trial by trial. The error for another kind of file names its columns."""
     file = open_parquet(path)
     columns = _match(file.schema_arrow.names, path)
     last = _last_rows(file, path, columns)
@@ -265,7 +265,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
 
 
 def _match(found: list[str], path: Path) -> dict[str, str]:
-    """Our names to the file's."""
+    """Map our column names to those of the file."""
     matched = {
         name: next(each for each in (name, *_ALIASES.get(name, ())) if each in found)
         for name in _READ
@@ -276,7 +276,7 @@ def _match(found: list[str], path: Path) -> dict[str, str]:
         lacks.append("`task` or `trial_name`")
     if lacks:
         raise DockyardError(
-            f"`{path}` is no file of traces\ncolumns found: {', '.join(f'`{name}`' for name in found) or 'none'}\n"
+            f"`{path}` is not a trace file\ncolumns found: {', '.join(f'`{name}`' for name in found) or 'none'}\n"
             f"columns needed: {', '.join(lacks)}",
             hint="rename the columns, or convert the job's folder itself: `dockyard convert JOB_DIR`",
         )
@@ -284,7 +284,7 @@ def _match(found: list[str], path: Path) -> dict[str, str]:
 
 
 def _last_rows(file: Any, path: Path, columns: dict[str, str]) -> dict[tuple[str, str], int]:
-    """The last row of each trial: those of its subagents may stand far behind its own."""
+    """The last row number of each trial. Rows of its subagents may come much later than its own."""
     names = {name: columns[name] for name in ("run_id", "trial_name") if name in columns}
     keys = list(names.values()) or [columns["task"]]
     rows = enumerate(read_parquet(file, path, keys), 1)
@@ -316,8 +316,8 @@ def _trace(path: Path, rows: list[TraceRow]) -> Trace:
     )
 
 
-def read_traced(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
-    """Each trial that a file of traces tells of."""
+def read_trace_file(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+    """Convert each trial of a trace file."""
     seen: Counter[str] = Counter()
     for trace in read_traces(path):
         group = group_name(trace.task, trace.agent, trace.model)
@@ -329,7 +329,7 @@ def read_traced(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
             what = "" if found.rollout.failure else ", neither a reward nor an exception"
             yield skip(found, "no_reward", f"`result` is `{trace.result}`{what}")
         else:
-            yield guarded(found, partial(tokeniser.give, found))
+            yield isolate_errors(found, partial(tokeniser.tokenise, found))
 
 
 def _found(trace: Trace, group: str, attempt: int) -> Converted:
@@ -346,16 +346,16 @@ def _found(trace: Trace, group: str, attempt: int) -> Converted:
     )
 
 
-def _notes(rollout: Rollout, told: float | None) -> tuple[str, ...]:
+def _notes(rollout: Rollout, reward: float | None) -> tuple[str, ...]:
     if rollout.reward is None:
         return () if rollout.failure else ("no_reward",)
-    return ("failed_unrewarded",) if told is None else ()
+    return ("failed_unrewarded",) if reward is None else ()
 
 
 def _rollout(trace: Trace, place: Place) -> Rollout:
-    """`result` is a reward, the exception that Harbor recorded instead of one, or our own word for a lost rollout."""
+    """`result` is a reward, the exception that Harbor recorded instead, or Dockyard's cause of a dropped rollout."""
     if trace.result in BY_NAME and trace.reward is None:
-        failure = Failure(cause=trace.result, blame=Blame.INFRASTRUCTURE, message="as the traces say")
+        failure = Failure(cause=trace.result, blame=Blame.INFRASTRUCTURE, message="the cause in the trace file")
     elif is_exception(trace.result):
         return rollout_of_exception(place, trace.result, trace.reward)
     else:

@@ -1,4 +1,4 @@
-"""A session's books: what it may use of the policy, what it has used, what went wrong, and the record it leaves."""
+"""Per-session accounting: limits, counters, failures, and the record that a closed session returns."""
 
 import asyncio
 import logging
@@ -8,96 +8,83 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dockyard.gateway.messages import Message, Prompt
-from dockyard.gateway.protocol import OVERFLOW, RefusedError, Reply
-from dockyard.types import Finish, Segment
+from dockyard.gateway.protocol import OVERFLOW, ModelReply, RefusedError
+from dockyard.types import Exchange, Segment
 
 log = logging.getLogger(__name__)
 
 
 def unknown_key() -> RefusedError:
-    """The one answer to a key that is missing, wrong or expired, so that it tells nobody which."""
+    """The refusal of a missing, wrong or expired key. It is the same for all three, so that it reveals nothing."""
     return RefusedError(401, "invalid_api_key", "the API key is not valid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What one session may use. The policy can read its agent's key, so none of this is left to the agent."""
+    """What one session may use. The policy can read its agent's key, so the gateway enforces all of these itself."""
 
     max_calls: int | None = None
     max_sampled_tokens: int | None = None
     max_seconds: float | None = None
-    """From the session's start; also for calls under way."""
+    """From the start of the session. It also ends calls in progress."""
     max_concurrency: int = 8
-    """Calls sampled at the same time; others wait their turn."""
+    """Calls sampled at the same time. Further calls wait."""
     max_waiting: int = 64
     max_stored_bytes: int = 256 * 2**20
-    """Of the messages that the session's record holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """A call whose token ids nobody knows: what was asked and what came back, as text."""
-
-    prompt: Prompt
-    reply: Message
-    finish: Finish
-    usage: tuple[int, int]
-    """Prompt and sampled tokens as the endpoint counted them."""
-    delivered: bool = True
+    """Size of the messages in the session's record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a closed session leaves behind."""
+    """The record of a closed session."""
 
     segments: tuple[Segment, ...] = ()
     untrusted: tuple[Segment, ...] = ()
-    """From calls that the harness did not make: recorded, not trained."""
+    """Segments of calls that the agent's harness did not make. They are recorded, but not trained on."""
     exchanges: tuple[Exchange, ...] = ()
-    """In text mode, where there are no segments."""
+    """The calls of a text-mode session, which has no segments."""
     stats: dict[str, int]
     calls: int
-    """Model calls that were begun."""
+    """Model calls that were started."""
     answered: int
-    """Calls that the policy answered."""
+    """Model calls that the policy answered."""
     engine_failure: str | None = None
-    """What the engine raised, if no call was answered after it."""
+    """The engine's last error, if no call was answered after it."""
     engine_down_s: float = 0.0
-    """For how long the engine was out of reach in the session's time."""
+    """Seconds during the session in which the engine could not be reached."""
     overflow: str | None = None
     """The refusal of a prompt that did not fit the context, if no call was answered after it."""
     limit: str | None = None
     """The refusal of a call past a limit, if there was one."""
     misuse: str | None = None
-    """The refusal of a call for something else than this policy, if there was one."""
+    """The refusal of a call for a model that is not served, if there was one."""
 
 
-class Ledger:
-    """Keeps one session's books."""
+class SessionAccounting:
+    """Enforces the limits of one session and keeps its counters and failures."""
 
     def __init__(self, label: str, limits: SessionLimits, down_s: Callable[[], float] = lambda: 0.0) -> None:
-        """`down_s` says for how long in all the engine has been out of reach."""
+        """`down_s` returns the total seconds that the engine has been out of reach."""
         self.closed = False
         self.num_answered = 0
         self._label = label
         self._limits = limits
         self._started = time.monotonic()
         self._down_s, self._down_before_s = down_s, down_s()
-        self._turns = asyncio.Semaphore(limits.max_concurrency)
-        self._in_flight: set[asyncio.Task[Reply]] = set()
+        self._concurrency = asyncio.Semaphore(limits.max_concurrency)
+        self._in_flight: set[asyncio.Task[ModelReply]] = set()
         self._counts: Counter[str] = Counter()
         self._num_calls = 0
         self._num_sampled = 0
-        self._granted: dict[int, int] = {}
-        """Tokens that calls under way may still sample."""
+        self._reserved: dict[int, int] = {}
+        """Tokens that each call in progress may still sample."""
         self._engine_failure: str | None = None
         self._overflow: str | None = None
         self._limit: str | None = None
         self._misuse: str | None = None
 
-    def submit(self, answer: Callable[[int], Awaitable[Reply]]) -> asyncio.Task[Reply]:
-        """Start a call, which is given its number. Cancelling the task drops it."""
+    def submit(self, answer: Callable[[int], Awaitable[ModelReply]]) -> asyncio.Task[ModelReply]:
+        """Start a call; `answer` is passed the call's number. Cancelling the task drops the call."""
         task = asyncio.create_task(self._admitted(answer))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
@@ -108,51 +95,51 @@ class Ledger:
         self._counts[what] += amount
 
     def note_answer(self, num_sampled: int) -> None:
-        """A call was answered with so many tokens."""
+        """Count an answered call, which sampled `num_sampled` tokens."""
         self._num_sampled += num_sampled
         self.num_answered += 1
         self._overflow = self._engine_failure = None
 
     def note_misuse(self, refused: RefusedError) -> None:
-        """The agent asked for something that no session serves."""
+        """Record a call for something that is not served."""
         if self._misuse is None:
             log.warning("session %s: %s", self._label, refused.message)
         self._misuse = refused.message
 
     def max_new_tokens(self, number: int, *limits: int | None) -> int | None:
-        """How many tokens this call may sample at most; as many are kept from the session's calls at the same time."""
+        """How many tokens this call may sample. They are reserved from the session's budget until the call ends."""
         known = [limit for limit in limits if limit is not None]
         most = self._limits.max_sampled_tokens
         if most is not None:
-            left = most - self._num_sampled - sum(self._granted.values())
+            left = most - self._num_sampled - sum(self._reserved.values())
             if left < 1:
                 raise self._refuse("sampled_tokens", most)
             known.append(left)
         if not known:
             return None
-        self._granted[number] = max(1, min(known))
-        return self._granted[number]
+        self._reserved[number] = max(1, min(known))
+        return self._reserved[number]
 
     def check_stored(self, num_bytes: int) -> None:
-        """Refuse a call when the record is full."""
+        """Refuse the call if the session's record is full."""
         if num_bytes > self._limits.max_stored_bytes:
             raise self._refuse("stored_bytes", self._limits.max_stored_bytes)
 
-    async def aside[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Something that is no call, such as counting tokens: not numbered, but under the same limits."""
+    async def run_uncounted[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run work that is not a model call, such as counting tokens, under the same limits."""
         self._check_limits()
-        async with self._turns:
+        async with self._concurrency:
             return await work()
 
     @contextmanager
-    def engine_at_work(self) -> Generator[None]:
-        """Whatever an engine raises is its failure, and the agent must get an answer."""
+    def engine_errors(self) -> Generator[None]:
+        """Record whatever the engine raises as its failure, and refuse the call with an answer for the agent."""
         try:
             yield
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():
-                raise self.engine_failed("the engine dropped a call that nobody cancelled") from error
+                raise self.engine_failed("the engine dropped a call that was not cancelled") from error
             self.count("aborted")
             raise
         except RefusedError:
@@ -165,11 +152,11 @@ class Ledger:
         log.warning("the engine failed in session %s: %s", self._label, what)
         return RefusedError(502, "engine_failure", "the engine failed")
 
-    def overflown(self, message: str) -> RefusedError:
-        """A prompt that does not fit the context."""
+    def context_overflow(self, message: str) -> RefusedError:
+        """Record and refuse a prompt that does not fit the context."""
         self._overflow = message
         if not self.num_answered:
-            log.warning("session %s: the agent's first prompt needs more context. %s", self._label, message)
+            log.warning("session %s: the agent's first prompt does not fit the context. %s", self._label, message)
         return RefusedError(400, OVERFLOW, message)
 
     def close(
@@ -180,7 +167,7 @@ class Ledger:
         untrusted: tuple[Segment, ...] = (),
         exchanges: tuple[Exchange, ...] = (),
     ) -> Recording:
-        """Refuse calls from now on, drop those under way, and hand out the record."""
+        """Refuse further calls, cancel those in progress, and return the record."""
         self.closed = True
         for task in self._in_flight:
             task.cancel()
@@ -198,18 +185,18 @@ class Ledger:
             misuse=self._misuse,
         )
 
-    async def _admitted(self, answer: Callable[[int], Awaitable[Reply]]) -> Reply:
+    async def _admitted(self, answer: Callable[[int], Awaitable[ModelReply]]) -> ModelReply:
         number = self._admit()
         try:
-            async with asyncio.timeout(self._seconds_left()), self._turns:
+            async with asyncio.timeout(self._seconds_left()), self._concurrency:
                 return await answer(number)
         except TimeoutError as error:
             raise self._refuse("seconds", self._limits.max_seconds) from error
         finally:
-            self._granted.pop(number, None)
+            self._reserved.pop(number, None)
 
     def _admit(self) -> int:
-        """Number this call, from 0."""
+        """Return the number of this call, from 0."""
         self._check_limits()
         self._num_calls += 1
         return self._num_calls - 1
@@ -234,6 +221,9 @@ class Ledger:
 
     def _refuse(self, what: str, limit: float | None) -> RefusedError:
         self.count("refused")
-        self._limit = f"this session may have {limit} {what.replace('_', ' ')}"
-        # Not 429: clients would try again, and codex dies of it.
+        self._limit = f"this session is limited to {limit} {_LIMIT_NAMES.get(what, what.replace('_', ' '))}"
+        # Not 429: clients would retry, and codex exits on it.
         return RefusedError(403, f"{what}_limit_reached", self._limit)
+
+
+_LIMIT_NAMES = {"waiting": "waiting calls"}

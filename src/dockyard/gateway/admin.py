@@ -1,7 +1,7 @@
-"""The admin listener, by which an external trainer drives a server: sessions, adapters, statistics.
+"""The admin listener, with which an external trainer controls a server: sessions, adapters, statistics.
 
-Apart from the agents' port on purpose, and with a token of its own: a policy that reads its agent's key must get
-nowhere near its record. Nothing here lists sessions or tells a key twice.
+It is separate from the agents' port and has its own token, so that a policy that reads its agent's key cannot reach
+its record. No route lists sessions, and a key is returned only once.
 """
 
 import asyncio
@@ -18,17 +18,16 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from dockyard.chat_format import exchange_json
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
-from dockyard.gateway.dialects.chat import error_body
-from dockyard.gateway.protocol import RefusedError, dump, validate
+from dockyard.gateway.protocol import RefusedError, dump, openai_error, validate
 from dockyard.gateway.server import Gateway
-from dockyard.gateway.sessions import AnySession
-from dockyard.gateway.text_session import exchange_json
+from dockyard.gateway.sessions import Session
 from dockyard.types import Json, Segment
 
 MAX_SESSIONS = 4096
-"""Open at the same time. Whoever never closes what it opens is told so before the memory is full."""
+"""Sessions open at the same time. A trainer that never closes its sessions gets an error before memory is full."""
 
 type Publish = Callable[[Path, int], Awaitable[None]]
 type _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +45,7 @@ class _Limits(_Wire):
     max_waiting: int = Field(default=64, ge=0)
 
 
-class _Opening(_Wire):
+class _SessionBody(_Wire):
     label: str = Field(default="session", pattern=r"^[A-Za-z0-9._-]{1,128}$")
     seed: int = Field(default_factory=lambda: secrets.randbits(32))
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -54,7 +53,7 @@ class _Opening(_Wire):
     limits: _Limits = _Limits()
 
 
-class _Adapter(_Wire):
+class _AdapterBody(_Wire):
     path: Path
     version: int = Field(ge=0, lt=2**31)
 
@@ -65,12 +64,12 @@ class Admin:
     def __init__(
         self, gateway: Gateway, token: str, *, publish: Publish | None, describe: Callable[[], Json] = dict[str, Any]
     ) -> None:
-        """`publish` is None where weights cannot change; `describe` adds to the statistics."""
+        """`publish` is None if the weights cannot be changed. `describe` returns additional statistics."""
         self._gateway = gateway
         self._token = token.encode()
         self._publish = publish
         self._describe = describe
-        self._sessions: dict[str, AnySession] = {}
+        self._sessions: dict[str, Session] = {}
         self._totals: Counter[str] = Counter()
         self._num_closed = 0
         self._version = 0
@@ -80,13 +79,13 @@ class Admin:
         self._socket: Path | None = None
 
     async def start_port(self, port: int) -> str:
-        """Listen on the loopback interface, never elsewhere; port 0 takes a free one. Returns the URL."""
+        """Listen on the loopback interface only. Port 0 takes a free one. Returns the URL."""
         runner = await self._set_up()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def start_socket(self, path: Path) -> str:
-        """Listen on a unix socket that only this user can open."""
+        """Listen on a Unix socket that only this user can open. Returns the URL."""
         runner = await self._set_up()
         before = os.umask(0o177)
         try:
@@ -97,7 +96,7 @@ class Admin:
         return f"unix:{path}"
 
     async def close(self) -> None:
-        """Stop listening. The gateway ends the sessions."""
+        """Stop listening. The sessions stay open until the gateway is closed."""
         if self._runner:
             await self._runner.cleanup()
         if self._socket:
@@ -115,7 +114,7 @@ class Admin:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """The token first: without it every route looks the same, those that do not exist too."""
+        """Check the token first: without it every path gets the same answer, whether it exists or not."""
         try:
             self._check_token(request)
             return await handler(request)
@@ -133,15 +132,15 @@ class Admin:
             raise unknown_key()
 
     async def _open_session(self, request: web.Request) -> web.Response:
-        wish = validate(_Opening, await _read(request))
+        body = validate(_SessionBody, await _read(request))
         if len(self._sessions) >= MAX_SESSIONS:
             raise RefusedError(409, "too_many_sessions", f"{MAX_SESSIONS} sessions are open: close some first")
         session = self._gateway.open_session(
-            wish.label,
-            seed=wish.seed,
-            temperature=wish.temperature,
-            max_new_tokens=wish.max_new_tokens,
-            limits=SessionLimits(**wish.limits.model_dump()),
+            body.label,
+            seed=body.seed,
+            temperature=body.temperature,
+            max_new_tokens=body.max_new_tokens,
+            limits=SessionLimits(**body.limits.model_dump()),
         )
         handle = secrets.token_urlsafe(16)
         self._sessions[handle] = session
@@ -151,26 +150,26 @@ class Admin:
     async def _close_session(self, request: web.Request) -> web.Response:
         session = self._sessions.pop(request.match_info["id"], None)
         if session is None:
-            raise RefusedError(404, "unknown_session", "there is no such session, or it was closed before")
+            raise RefusedError(404, "unknown_session", "the session does not exist or is already closed")
         recording = self._gateway.close_session(session)
         self._num_closed += 1
         self._totals.update(recording.stats)
-        body = await asyncio.to_thread(lambda: dump(recording_json(recording)))  # long lists take a while
-        return web.Response(body=body, content_type="application/json")
+        data = await asyncio.to_thread(lambda: dump(recording_json(recording)))  # long lists take a while
+        return web.Response(body=data, content_type="application/json")
 
     async def _publish_adapter(self, request: web.Request) -> web.Response:
-        wish = validate(_Adapter, await _read(request))
+        body = validate(_AdapterBody, await _read(request))
         if self._publish is None:
-            raise RefusedError(400, "cannot_publish", "the endpoint behind this server cannot be given new weights")
-        if not _holds_adapter(wish.path):
-            raise RefusedError(400, "no_adapter", f"`{wish.path}` holds no `adapter_config.json`")
+            raise RefusedError(400, "cannot_publish", "the endpoint behind this server cannot load new weights")
+        if not _holds_adapter(body.path):
+            raise RefusedError(400, "no_adapter", f"`{body.path}` has no `adapter_config.json`")
         try:
             async with self._publishing:
-                await self._publish(wish.path, wish.version)
-                self._version = wish.version
+                await self._publish(body.path, body.version)
+                self._version = body.version
         except DockyardError as error:
             raise RefusedError(502, "publish_failed", f"{error.message} ({error.hint})") from error
-        return web.json_response({"version": wish.version})
+        return web.json_response({"version": body.version})
 
     async def _stats(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -194,15 +193,15 @@ async def _read(request: web.Request) -> object:
 
 
 def _holds_adapter(folder: Path) -> bool:
-    return os.path.isfile(folder / "adapter_config.json")  # Path's own raises on a name that is too long
+    return os.path.isfile(folder / "adapter_config.json")  # Path.is_file raises on a name that is too long
 
 
 def _refusal(refused: RefusedError) -> web.Response:
-    return web.json_response(error_body(refused), status=refused.status)
+    return web.json_response(openai_error(refused), status=refused.status)
 
 
 def recording_json(recording: Recording) -> Json:
-    """A recording as data: token arrays are lists of equal length."""
+    """Convert a recording to JSON. The token arrays of a segment are lists of equal length."""
     return {
         "segments": [_segment(segment) for segment in recording.segments],
         "untrusted": [_segment(segment) for segment in recording.untrusted],

@@ -1,7 +1,7 @@
-"""What a session's calls have in common: a tree of messages to recognise a returning history by.
+"""Recognises the histories that agents send back, with a tree of messages and one rule of when two are the same.
 
-It is apart from the tree of ids on purpose. An agent may echo a turn with other whitespace, reordered arguments or
-without its thoughts, and it is still that turn; for training only equal ids count.
+The tree of messages is separate from the tree of ids on purpose. An agent may send a turn back with other whitespace,
+with reordered arguments or without its reasoning, and it is still that turn. For training only equal ids count.
 """
 
 from collections import Counter
@@ -10,44 +10,44 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self, TypeGuard, cast
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.gateway.origin import CallOrigins
 from dockyard.gateway.token_tree import RecordedCall, Stitched, TokenTree
-from dockyard.types import Finish, IntArray, Json, Turn
+from dockyard.types import ASSISTANT, Finish, IntArray, Json, Message, Prompt, ToolCall, Turn
 
 
 class Branch(StrEnum):
-    """Why a call does not simply continue the turn before it."""
+    """Why a call does not continue the turn before it."""
 
     ROOT = "root"
-    """Another opening: a side call, a subagent, a compacted history."""
+    """The history begins differently: a side call, a subagent, a compacted history."""
     TOOLS = "tools"
-    """The same opening with other tools."""
+    """The history begins the same, with other tools."""
     EDITED = "edited"
     """The agent changed a sampled turn."""
     DROPPED = "dropped"
     """The agent left a sampled turn out."""
     MOVED = "moved"
-    """A sampled turn came back in another history, as after a compaction. It is context there."""
+    """A sampled turn is part of another history, for example after compaction. It is context there."""
     FOREIGN = "foreign"
-    """An assistant message that nobody sampled."""
+    """There is an assistant message that the policy did not sample."""
     REWRITTEN = "rewritten"
-    """Some other message changed."""
+    """Another message changed."""
     FORK = "fork"
     """A second continuation of a turn that already has one."""
     RETRY = "retry"
     """The same history again."""
     UNSAFE = "unsafe"
-    """The chat template does not let new messages be rendered on their own."""
+    """The chat template cannot render the new messages on their own."""
 
 
 type _Key = tuple[object, ...]
-type _Defaults = Mapping[str, Json]
-"""Arguments that each tool's schema fills in. claude-code writes them into what it sends back."""
+type ToolDefaults = Mapping[str, Json]
+"""By tool name, the default arguments of its schema. claude-code adds them to the calls that it sends back."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A message in the tree of histories; `call` if the policy sampled it."""
+    """A message in a history tree. `call` is set if the policy sampled it."""
 
     message: Message | None
     call: RecordedCall | None = None
@@ -57,74 +57,75 @@ class _Node:
         assert child.message is not None
         self.children.setdefault(_key(child.message), []).append(child)
 
-    def matching(self, message: Message, defaults: _Defaults) -> "list[_Node]":
-        return [child for child in self.children.get(_key(message), ()) if _same(child.message, message, defaults)]
+    def matching(self, message: Message, defaults: ToolDefaults) -> "list[_Node]":
+        candidates = self.children.get(_key(message), ())
+        return [child for child in candidates if _same_content(child.message, message, defaults)]
 
     def all_children(self) -> "list[_Node]":
         return [child for twins in self.children.values() for child in twins]
 
 
 @dataclass(slots=True, eq=False)
-class _Root:
-    """The histories told with one set of tools."""
+class _HistoryTree:
+    """The histories with one set of tools."""
 
     tools: tuple[Json, ...]
-    node: _Node
-    defaults: _Defaults
+    root: _Node
+    defaults: ToolDefaults
 
     @classmethod
     def of(cls, tools: tuple[Json, ...]) -> Self:
-        return cls(tools, _Node(None), {tool["function"]["name"]: schema_defaults(tool) for tool in tools})
+        return cls(tools, _Node(None), tool_defaults(tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
-    """How to build the prompt of a call: keep `prefix` as sampled and append `new`, or render everything."""
+    """How to build the prompt of a call: keep `prefix` as it was sampled and append `new`, or render everything."""
 
     prompt: Prompt
     prefix: tuple[IntArray, IntArray] | None
-    """Prompt and sampled ids of the last sampled turn the agent still has; None when there is none."""
+    """Prompt and sampled ids of the last sampled turn that the agent's history still has; None if there is none."""
     calls: tuple[ToolCall, ...]
     """The tool calls of that turn."""
     new: tuple[Message, ...]
     """The messages after it."""
     branch: Branch | None
     node: _Node | None
-    """The sampled turn that `new` follows in the tree of histories; None for its root."""
+    """The sampled turn that `new` follows in the history tree; None for the root."""
 
     def without_splice(self) -> "PromptPlan":
-        """The same call when `new` cannot be rendered on its own."""
+        """The same plan for a template that cannot render `new` on its own."""
         return replace(self, prefix=None, branch=self.branch or Branch.UNSAFE)
 
 
-class Forest:
-    """Everything one session said and sampled."""
+class SessionHistory:
+    """Everything that one session was sent and sampled: history trees, the token tree, and who made each call."""
 
     def __init__(self) -> None:
-        self._roots: list[_Root] = []
+        self._trees: list[_HistoryTree] = []
         self._tokens = TokenTree()
-        self._minted: set[str] = set()
+        self._sampled_call_ids: set[str] = set()
         """Ids of the tool calls that the policy made."""
-        self._origin = _Origin()
+        self._origins = CallOrigins()
         self.num_held = 0
-        """Ids stored, those that histories share once, with something for each call."""
+        """Stored ids, those that histories share counted once, with an allowance for each call."""
         self.num_bytes = 0
-        """Of the messages stored."""
+        """Size of the stored messages."""
         self._stats = Counter(prompt_tokens=0, sampled_tokens=0, splices=0, reencoded_tokens=0)
 
     def plan(self, prompt: Prompt) -> PromptPlan:
-        """Find the deepest sampled turn whose whole history is a prefix of the prompt's. Changes nothing."""
+        """Find the deepest sampled turn whose whole history is a prefix of the prompt. Changes nothing."""
         messages = prompt.messages
-        root = self._find_root(prompt.tools)
-        level, base, num_base = [root.node], None, 0
+        tree = self._find_tree(prompt.tools)
+        level, base, num_base = [tree.root], None, 0
         num_matched = 0
         for message in messages:
-            below = [child for node in level for child in node.matching(message, root.defaults)]
+            below = [child for node in level for child in node.matching(message, tree.defaults)]
             if not below:
                 break
             level, num_matched = below, num_matched + 1
             sampled = [node for node in level if node.call]
-            if sampled:  # twins: the agent most likely holds the one it was given last
+            if sampled:  # of equal turns, the agent most likely has the one it received last
                 base, num_base = max(sampled, key=_commit_order), num_matched
         rest = messages[num_matched:]
         return PromptPlan(
@@ -132,39 +133,39 @@ class Forest:
             prefix=base.call.turn_ids() if base and base.call else None,
             calls=base.message.calls if base and base.message else (),
             new=messages[num_base:],
-            branch=self._branch(root, level, rest, messages[0]) if self._tokens.calls else None,
+            branch=self._branch(tree, level, rest, messages[0]) if self._tokens.calls else None,
             node=base,
         )
 
     def commit(self, plan: PromptPlan, turn: Turn, message: Message) -> RecordedCall:
         """Record a finished call."""
         is_first = not self._tokens.calls
-        # Not the plan's reason: another call may have come in between.
+        # Not the plan's branch: another call may have finished since.
         branch = plan.branch if plan.branch is Branch.UNSAFE else self.plan(plan.prompt).branch
         call, num_shared = self._tokens.record(turn)
-        self.num_held += call.prompt_len - num_shared + len(turn.sampled_ids) + _PER_CALL
+        self.num_held += call.prompt_len - num_shared + len(turn.sampled_ids) + _IDS_PER_CALL
         self._count(plan, branch, turn, 0 if is_first else call.prompt_len - num_shared)
-        root = self._keep_root(plan.prompt.tools)
-        node = plan.node or root.node
+        tree = self._keep_tree(plan.prompt.tools)
+        node = plan.node or tree.root
         for new in plan.new:
-            node = self._context_child(node, new, root.defaults)
+            node = self._context_child(node, new, tree.defaults)
         node.add(_Node(message, call))
         self.num_bytes += _size(message)
-        self._minted.update(made.id for made in message.calls)
-        self._origin.note(plan.prompt, root.tools, message)
+        self._sampled_call_ids.update(made.id for made in message.calls)
+        self._origins.add(plan.prompt, tree.tools, message)
         return call
 
     def mark_undelivered(self, number: int) -> None:
-        """The agent hung up before it had this turn. It is trained only if a later call shows that it arrived."""
+        """The agent disconnected before it received this turn. It is trained only if a later call continues it."""
         self._tokens.calls[number].delivered = False
 
     def mark_delivered(self, number: int) -> None:
-        """It got the turn after all, on a second try."""
+        """The agent received the turn after all, on a retry."""
         self._tokens.calls[number].delivered = True
 
     def stitch(self) -> tuple[Stitched, dict[str, int]]:
-        """The segments, and the counts."""
-        for call, trusted in zip(self._tokens.calls, self._origin.judge(), strict=True):
+        """Return the segments and the statistics."""
+        for call, trusted in zip(self._tokens.calls, self._origins.trusted(), strict=True):
             call.trusted = trusted
         stitched = self._tokens.stitch()
         trusted_calls = [call for call in self._tokens.calls if call.trusted]
@@ -178,27 +179,27 @@ class Forest:
         }
         return stitched, dict(self._stats) | counts
 
-    def _find_root(self, tools: tuple[Json, ...]) -> _Root:
-        return next((root for root in self._roots if root.tools == tools), None) or _Root.of(tools)
+    def _find_tree(self, tools: tuple[Json, ...]) -> _HistoryTree:
+        return next((tree for tree in self._trees if tree.tools == tools), None) or _HistoryTree.of(tools)
 
-    def _keep_root(self, tools: tuple[Json, ...]) -> _Root:
-        root = self._find_root(tools)
-        if root not in self._roots:
-            self._roots.append(root)
-        return root
+    def _keep_tree(self, tools: tuple[Json, ...]) -> _HistoryTree:
+        tree = self._find_tree(tools)
+        if tree not in self._trees:
+            self._trees.append(tree)
+        return tree
 
-    def _branch(self, root: _Root, level: list[_Node], rest: Sequence[Message], first: Message) -> Branch | None:
-        """Name what the agent did where the walk stopped: `level` matched, the first of `rest` did not."""
+    def _branch(self, tree: _HistoryTree, level: list[_Node], rest: Sequence[Message], first: Message) -> Branch | None:
+        """Name what the agent changed: the nodes in `level` match its history, the first message of `rest` does not."""
         below = [child for node in level for child in node.all_children()]
         resampled = any(child.call for child in below)
         if not rest:
             return Branch.RETRY if resampled else Branch.REWRITTEN if below else None
-        if any(call.id in self._minted for message in rest for call in message.calls):
+        if any(call.id in self._sampled_call_ids for message in rest for call in message.calls):
             edited = rest[0].role == ASSISTANT and resampled
             return Branch.EDITED if edited else Branch.MOVED
-        if level == [root.node]:
-            others = [other for other in self._roots if other is not root]
-            return Branch.TOOLS if any(other.node.matching(first, {}) for other in others) else Branch.ROOT
+        if level == [tree.root]:
+            others = [other for other in self._trees if other is not tree]
+            return Branch.TOOLS if any(other.root.matching(first, {}) for other in others) else Branch.ROOT
         if rest[0].role == ASSISTANT:
             return Branch.EDITED if resampled else Branch.FOREIGN
         if resampled:
@@ -207,8 +208,8 @@ class Forest:
             return Branch.FORK if any(node.call for node in level) else Branch.REWRITTEN
         return Branch.FOREIGN if any(message.role == ASSISTANT for message in rest) else None
 
-    def _context_child(self, node: _Node, message: Message, defaults: _Defaults) -> _Node:
-        """The child for a message that was not sampled here, made if it is new."""
+    def _context_child(self, node: _Node, message: Message, defaults: ToolDefaults) -> _Node:
+        """Return the child for a message that was not sampled here, and add it if it is new."""
         for child in node.matching(message, defaults):
             if child.call is None:
                 return child
@@ -228,82 +229,21 @@ class Forest:
             self._stats[f"branch_{branch}"] += 1
 
 
-_PER_CALL = 50
-"""What a call costs beyond its ids, in ids."""
-_LONG = 16
-"""A string this long in a subagent's prompt was not written there by chance."""
+_IDS_PER_CALL = 50
+"""The memory that a call takes besides its ids, counted in ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """What a call shows of who made it."""
+def same_message(recorded: Message, sent: Message, defaults: ToolDefaults) -> bool:
+    """Whether the message that an agent sent is the recorded one, perhaps written differently.
 
-    system: str
-    tools: tuple[Json, ...]
-    auxiliary: bool
-    first_words: str
-    """Of the user."""
-    arguments: tuple[str, ...]
-    """Long texts that the policy's answer passed to tools."""
-
-    def is_like(self, other: "_Opening") -> bool:
-        same_system, same_tools = self.system == other.system, self.tools == other.tools
-        return (same_system and same_tools) or (same_system and self.system != "") or (same_tools and self.tools != ())
-
-
-class _Origin:
-    """Tells the harness's calls from others: the policy has a shell, and could call the gateway itself.
-
-    The first call that is no side call shows the harness's system text and tools. If it has no tools and nothing like
-    it came again, but a conversation with tools did, it was a probe or a title. Others are the harness's own if they
-    carry one of the two, or if the policy asked for them: a subagent's prompt is an argument of some tool call. What a
-    subagent carries is known from then on: after a compaction its prompt is gone.
+    Agents trim and re-wrap text, leave out reasoning or the text beside tool calls, serialise arguments differently,
+    and add default arguments. Changed ids, names, arguments, text or reasoning make it another message.
     """
-
-    def __init__(self) -> None:
-        self._openings: list[_Opening] = []
-        self._texts: dict[str, str] = {}
-        """Each text once: calls repeat them."""
-
-    def note(self, prompt: Prompt, tools: tuple[Json, ...], reply: Message) -> None:
-        """Remember a call; `tools` is the one copy of the prompt's that is kept."""
-        words = next((message.text for message in prompt.messages if message.role == "user"), "")
-        values = (value for call in reply.calls for value in call.arguments.values())
-        long = tuple(value for value in values if isinstance(value, str) and len(value) >= _LONG)
-        self._openings.append(
-            _Opening(self._once(prompt.system), tools, prompt.auxiliary, self._once(words), tuple(long))
-        )
-
-    def judge(self) -> list[bool]:
-        """Which calls the harness made."""
-        own = self._find_harness()
-        arguments: set[str] = set()
-        verdicts: list[bool] = []
-        for opening in self._openings:
-            trusted = not opening.auxiliary and any(map(opening.is_like, own))
-            if not trusted and not opening.auxiliary and opening.tools:
-                trusted = any(argument in opening.first_words for argument in arguments)
-                own += [opening] if trusted else []
-            arguments.update(opening.arguments if trusted else ())
-            verdicts.append(trusted)
-        return verdicts
-
-    def _find_harness(self) -> list[_Opening]:
-        real = [opening for opening in self._openings if not opening.auxiliary]
-        if real and not real[0].tools and self._num_like(real[0]) == 1:
-            with_tools = (opening for opening in real if opening.tools and self._num_like(opening) > 1)
-            return [next(with_tools, real[0])]
-        return real[:1]
-
-    def _num_like(self, opening: _Opening) -> int:
-        return sum(opening.is_like(other) for other in self._openings)
-
-    def _once(self, text: str) -> str:
-        return self._texts.setdefault(text, text)
+    return _key(recorded) == _key(sent) and _same_content(recorded, sent, defaults)
 
 
 def _key(message: Message) -> _Key:
-    """Where in the tree to look for a message: tool-call ids first, they are what agents leave alone."""
+    """What a message is looked up by: its tool-call ids if it has any, since agents leave those unchanged."""
     if message.role != ASSISTANT:
         return message.role, message.call_id, message.text
     if message.calls:
@@ -311,30 +251,30 @@ def _key(message: Message) -> _Key:
     return ASSISTANT, _collapsed(message.text)
 
 
-def same_message(recorded: Message, sent: Message, defaults: _Defaults) -> bool:
-    """Whether the message that the agent sent is the one recorded, in other words perhaps."""
-    return _key(recorded) == _key(sent) and _same(recorded, sent, defaults)
-
-
-def _same(recorded: Message | None, sent: Message, defaults: _Defaults) -> bool:
-    """Is the message the agent sent the one recorded? Agents trim, re-wrap and leave out, and write JSON anew."""
+def _same_content(recorded: Message | None, sent: Message, defaults: ToolDefaults) -> bool:
+    """Whether two messages with the same key are the same."""
     if recorded is None:
         return False
     if sent.role != ASSISTANT:
         return recorded == sent
-    if _called(recorded, defaults) != _called(sent, defaults):
+    if _named_calls(recorded, defaults) != _named_calls(sent, defaults):
         return False
-    said = _absent_or_same(recorded.text, sent.text) if sent.calls else True  # else it is the key
-    return said and _absent_or_same(recorded.reasoning, sent.reasoning)
+    same_text = _absent_or_same(recorded.text, sent.text) if sent.calls else True  # without calls, the text is the key
+    return same_text and _absent_or_same(recorded.reasoning, sent.reasoning)
 
 
-def _called(message: Message, defaults: _Defaults) -> list[tuple[str, Json]]:
+def _named_calls(message: Message, defaults: ToolDefaults) -> list[tuple[str, Json]]:
     return [(call.name, {**defaults.get(call.name, {}), **call.arguments}) for call in message.calls]
 
 
-def schema_defaults(tool: Json) -> Json:
-    """The arguments that a tool fills in by itself."""
-    properties = tool["function"]["parameters"].get("properties")
+def tool_defaults(tools: Sequence[Json]) -> ToolDefaults:
+    """The default arguments in the schemas of these tools."""
+    functions = [cast("Json", tool["function"]) for tool in tools if isinstance(tool.get("function"), dict)]
+    return {function.get("name", ""): _schema_defaults(function.get("parameters")) for function in functions}
+
+
+def _schema_defaults(parameters: object) -> Json:
+    properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
     schemas = cast("Json", properties) if isinstance(properties, dict) else {}
     return {name: schema["default"] for name, schema in schemas.items() if _has_default(schema)}
 

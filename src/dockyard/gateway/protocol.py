@@ -1,7 +1,7 @@
-"""What the HTTP server, a dialect and a session exchange about one model call.
+"""The types that the HTTP server, the wire dialects and the sessions exchange about one model call.
 
-`ClientSampling` holds the sampling parameters that a client asked for. A rollout ignores them, because sampling is the
-trainer's; a stand-alone server honours them.
+`ClientSampling` holds the sampling parameters of a client's request. Rollouts ignore them, because the trainer sets
+the sampling; the stand-alone server uses them.
 """
 
 import json
@@ -12,15 +12,14 @@ from typing import Any, NoReturn, Protocol, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dockyard.gateway.messages import Message, Prompt
-from dockyard.types import Finish, FloatArray, IntArray, Json
+from dockyard.types import Finish, FloatArray, IntArray, Json, Message, Prompt
 
 log = logging.getLogger(__name__)
 
 _GREEDY_BELOW = 1e-5
-"""A temperature that small would overflow what it divides, and means 0."""
+"""Temperatures below this are treated as 0: dividing by them would overflow."""
 
-UNSERVED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED_PARAMETERS: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -34,49 +33,50 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto", {"type": "auto"}),
     "response_format": ({"type": "text"},),
 }
-"""Parameters that no engine here is given, with the values that ask for nothing."""
+"""Request parameters that are not passed to any engine, each with the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSampling:
-    """Sampling as the client wants it; None where it did not say."""
+    """The sampling parameters of a client's request; None where the request has none."""
 
     temperature: float | None = None
     seed: int | None = None
 
 
-NO_WISHES = ClientSampling()
+NO_CLIENT_SAMPLING = ClientSampling()
 
 
-class _Body(BaseModel):
+class _SamplingBody(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
 
 
-class WishReader:
-    """Reads wishes out of any dialect's body, and says once about each kind that it goes unheard."""
+class ClientSamplingReader:
+    """Reads the sampling parameters of a request in any dialect, and warns once about each unsupported one."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def read(self, body: object) -> ClientSampling:
-        wire = validate(_Body, body)
-        for name, value in cast("dict[str, Any]", body).items():
-            if name in UNSERVED and value is not None and value not in UNSERVED[name]:
-                self._say_unserved(name, value)
+        wire = validate(_SamplingBody, body)
+        for name, value in cast("Json", body).items():
+            ignored = UNSUPPORTED_PARAMETERS.get(name)
+            if ignored is not None and value is not None and value not in ignored:
+                self._warn(name, value)
         temperature = wire.temperature
         if temperature is not None and temperature < _GREEDY_BELOW:
             temperature = 0.0
         return ClientSampling(temperature=temperature, seed=None if wire.seed is None else wire.seed % 2**63)
 
-    def _say_unserved(self, name: str, value: object) -> None:
-        if name not in self._said:
-            self._said.add(name)
-            log.warning("a client asks for `%s` %.60r, which has no effect here (said once)", name, value)
+    def _warn(self, name: str, value: object) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("a client sent `%s` %.60r, which is not supported and has no effect (shown once)", name, value)
 
 
 class RefusedError(Exception):
-    """A call that gets no answer. Each dialect says it in its own words."""
+    """A model call that gets no reply. Each dialect turns it into its own error format."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -86,34 +86,33 @@ class RefusedError(Exception):
 
 
 OVERFLOW = "context_length_exceeded"
-RAW = "__raw__"
-"""The argument that holds what is no JSON object."""
+"""The error code of a prompt that does not fit the context."""
 
 
-class AnyTurn(Protocol):
-    """A `Turn`, or the record of one."""
+class SampledTurn(Protocol):
+    """A `Turn`, or the session's record of one."""
 
     @property
     def prompt_ids(self) -> IntArray: ...
     @property
     def sampled_ids(self) -> IntArray: ...
     @property
-    def logprobs(self) -> FloatArray: ...
+    def logprobs(self) -> FloatArray | None: ...
     @property
     def finish(self) -> Finish: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A finished call, recorded and ready to be sent."""
+class ModelReply:
+    """The reply to a finished model call, recorded and ready to be sent."""
 
     number: int
-    """The forest's name for it."""
-    turn: AnyTurn
+    """The index of the call in its session's record."""
+    turn: SampledTurn
     message: Message
-    """What the policy said, parsed."""
+    """The parsed reply."""
     usage: tuple[int, int] | None = None
-    """Prompt and sampled tokens, where they need not or cannot be counted here."""
+    """Prompt and sampled tokens, if they are already known or cannot be counted from `turn`."""
 
     @property
     def num_prompt(self) -> int:
@@ -124,8 +123,8 @@ class Reply:
         return self.usage[1] if self.usage else len(self.turn.sampled_ids)
 
 
-class Call(Protocol):
-    """One parsed request: what to sample, and how to say the answer in its dialect."""
+class ModelRequest(Protocol):
+    """One parsed request: what to sample, and how to write the reply in the request's dialect."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -133,13 +132,16 @@ class Call(Protocol):
     def max_tokens(self) -> int | None: ...
     @property
     def stream(self) -> bool: ...
-    def body(self, reply: Reply) -> Json: ...
-    def begin(self, reply: Reply | None = None) -> bytes:
-        """What opens a stream; `reply` when the answer is already there."""
+    def body(self, reply: ModelReply) -> Json:
+        """The response body of a request that does not stream."""
+        ...
+
+    def begin(self, reply: ModelReply | None = None) -> bytes:
+        """The first bytes of a stream. `reply` is given if it is already known."""
         ...
 
     def keep_alive(self) -> bytes: ...
-    def events(self, reply: Reply) -> bytes:
+    def events(self, reply: ModelReply) -> bytes:
         """The rest of the stream, after `begin`."""
         ...
 
@@ -147,15 +149,15 @@ class Call(Protocol):
 
 
 class Dialect(Protocol):
-    """A wire format. Translates, and decides nothing."""
+    """A wire format: it parses requests and formats errors, and makes no other decisions."""
 
-    def parse(self, body: object) -> Call: ...
+    def parse(self, body: object) -> ModelRequest: ...
     def error(self, refused: RefusedError) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What every dialect tells about the model it serves."""
+class ServedModel:
+    """What a dialect needs to know about the served model."""
 
     model_name: str
     token_text: Callable[[int], str]
@@ -163,23 +165,23 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFields:
-    """What a caller asked to see of the tokens behind an answer."""
+    """Which token-level fields a request asked for."""
 
     ids: bool
     logprobs: bool
 
-    def of(self, reply: Reply) -> Json:
+    def of(self, reply: ModelReply) -> Json:
         fields: Json = {}
         if self.ids:
             fields["prompt_token_ids"] = reply.turn.prompt_ids.tolist()
             fields["token_ids"] = reply.turn.sampled_ids.tolist()
         if self.logprobs:
-            fields["logprobs"] = reply.turn.logprobs.tolist()
+            fields["logprobs"] = None if reply.turn.logprobs is None else reply.turn.logprobs.tolist()
         return fields
 
 
 def validate[T: BaseModel](kind: type[T], body: object) -> T:
-    """The body as its dialect's model, or a refusal that names the first wrong field."""
+    """Parse the body as the dialect's model, or refuse it with the first invalid field."""
     if not isinstance(body, dict):
         invalid("the body is not a JSON object")
     try:
@@ -194,24 +196,17 @@ def invalid(message: str) -> NoReturn:
     raise RefusedError(400, "invalid_request", message)
 
 
-def arguments_object(text: str) -> Json:
-    """Tool arguments as an agent sends them back: a JSON object in a string. Anything else is kept as text."""
-    return {RAW: text} if (value := strict_object(text or "{}")) is None else value
-
-
-def strict_object(value: object) -> Json | None:
-    """A JSON object that any JSON reader reads back, from its text or from Python; None for everything else."""
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-        # NaN is Python's, not JSON's; half a surrogate pair is no text.
-        clean = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return json.loads(clean) if isinstance(value, dict) else None
+def openai_error(refused: RefusedError) -> Json:
+    """The error body that OpenAI's clients expect."""
+    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 
 
 def one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Opening system texts become one; a later one becomes a user's reminder, as templates know only the first."""
+    """Join the leading system messages into one, and turn later ones into user messages.
+
+    Chat templates accept a system message only at the start.
+    """
     num_opening = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     opening = "\n\n".join(message.text for message in messages[:num_opening])
     head = [Message("system", opening)] if num_opening else []
@@ -229,12 +224,12 @@ def dump(data: Any) -> bytes:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """A server-sent event that says its kind twice, as Anthropic's and OpenAI's Responses do."""
+    """A server-sent event with its type in both `event:` and the data, as Anthropic and OpenAI's Responses send it."""
     return f"event: {kind}\ndata: ".encode() + dump({"type": kind, **fields}) + b"\n\n"
 
 
 def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
-    """A tool in the one form that `Prompt.tools` has."""
+    """A tool in the form that `Prompt.tools` holds."""
     empty: Json = {"type": "object", "properties": {}}
     return {
         "type": "function",

@@ -1,7 +1,7 @@
-"""Bringing answers to agents that hang up and ask again.
+"""Replies for clients that disconnect and send the same request again.
 
-A client that lost its connection sends the same bytes once more. It gets the answer that was being sampled for it, or
-that never reached it, instead of a second one that the first would only compete with.
+A retry with the same bytes gets the reply that is being sampled for the first attempt, or that did not reach the
+client. Sampling a second reply would leave two competing continuations of one prompt.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dockyard.gateway.protocol import Reply
+from dockyard.gateway.protocol import ModelReply
 
-_REMEMBERED = 32
+_MAX_REMEMBERED = 32
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One sampled answer on its way to whoever asks for it."""
+class PendingCall:
+    """One sampled reply, and how many connections wait for it."""
 
-    task: asyncio.Task[Reply]
+    task: asyncio.Task[ModelReply]
     num_waiting: int = 0
     delivered: bool = False
 
@@ -28,70 +28,71 @@ class Flight:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
-class Deliveries:
-    """A session's recent answers by the bytes that asked for them."""
+class RecentCalls:
+    """The recent calls of a session, by a digest of the request."""
 
-    def __init__(self, mark_delivered: Callable[[Reply, bool], None], grace_s: float) -> None:
+    def __init__(self, mark_delivered: Callable[[ModelReply, bool], None], grace_s: float) -> None:
+        """`grace_s` is how long a call continues after its last connection is closed."""
         self._mark_delivered = mark_delivered
         self._grace_s = grace_s
-        self._flights: OrderedDict[bytes, Flight] = OrderedDict()
+        self._calls: OrderedDict[bytes, PendingCall] = OrderedDict()
 
-    def find(self, digest: bytes, *, is_retry: bool) -> Flight | None:
-        """The flight that a request with these bytes is about; None if it wants a new answer.
+    def find(self, digest: bytes, *, is_retry: bool) -> PendingCall | None:
+        """The call that this request retries; None if the request is a new call.
 
-        Agents also repeat a request on purpose, to have it sampled anew: then the first answer has arrived.
+        Agents also repeat a request on purpose, for another sample. Then the first reply was delivered.
         """
-        flight = self._flights.get(digest)
-        if flight is None or flight.failed:
+        call = self._calls.get(digest)
+        if call is None or call.failed:
             return None
-        lost = not flight.delivered and flight.num_waiting == 0
-        return flight if lost or is_retry else None
+        lost = not call.delivered and call.num_waiting == 0
+        return call if lost or is_retry else None
 
-    def start(self, digest: bytes, task: asyncio.Task[Reply]) -> Flight:
-        self._flights[digest] = flight = Flight(task)
-        self._flights.move_to_end(digest)
-        while len(self._flights) > _REMEMBERED:
-            self._flights.popitem(last=False)
-        return flight
+    def start(self, digest: bytes, task: asyncio.Task[ModelReply]) -> PendingCall:
+        self._calls[digest] = call = PendingCall(task)
+        self._calls.move_to_end(digest)
+        while len(self._calls) > _MAX_REMEMBERED:
+            self._calls.popitem(last=False)
+        return call
 
     @contextmanager
-    def bringing(self, flight: Flight) -> Generator[None, None, None]:
-        """Around waiting for an answer and sending it. One that nobody waits for any more is dropped a little later."""
-        flight.num_waiting += 1
+    def delivering(self, call: PendingCall) -> Generator[None, None, None]:
+        """Wrap waiting for a reply and sending it. A call that no connection waits for is cancelled after `grace_s`."""
+        call.num_waiting += 1
         try:
             yield
         except (asyncio.CancelledError, ConnectionError):
-            flight.num_waiting -= 1
-            self._hung_up(flight)
+            call.num_waiting -= 1
+            self._disconnected(call)
             raise
         except BaseException:
-            flight.num_waiting -= 1
+            call.num_waiting -= 1
             raise
         else:
-            flight.num_waiting -= 1
-            self._arrived(flight)
+            call.num_waiting -= 1
+            self._delivered(call)
 
-    def settle(self) -> None:
-        """The session ends: an answer that nobody waits for any more did not arrive."""
-        for flight in self._flights.values():
-            if flight.num_waiting == 0 and flight.task.done():
-                self._note_loss(flight)
+    def close(self) -> None:
+        """Mark replies as undelivered that no connection waits for. Call it when the session ends."""
+        for call in self._calls.values():
+            if call.num_waiting == 0 and call.task.done():
+                self._mark_lost(call)
 
-    def _hung_up(self, flight: Flight) -> None:
-        if flight.task.done():
-            self._note_loss(flight)
-        elif flight.num_waiting == 0:
-            asyncio.get_running_loop().call_later(self._grace_s, self._abandon, flight)
+    def _disconnected(self, call: PendingCall) -> None:
+        if call.task.done():
+            self._mark_lost(call)
+        elif call.num_waiting == 0:
+            asyncio.get_running_loop().call_later(self._grace_s, self._abandon, call)
 
-    def _abandon(self, flight: Flight) -> None:
-        if flight.num_waiting == 0 and not flight.task.cancel():
-            self._note_loss(flight)
+    def _abandon(self, call: PendingCall) -> None:
+        if call.num_waiting == 0 and not call.task.cancel():
+            self._mark_lost(call)
 
-    def _note_loss(self, flight: Flight) -> None:
-        if not flight.failed and not flight.delivered:
-            self._mark_delivered(flight.task.result(), False)
+    def _mark_lost(self, call: PendingCall) -> None:
+        if not call.failed and not call.delivered:
+            self._mark_delivered(call.task.result(), False)
 
-    def _arrived(self, flight: Flight) -> None:
-        if not flight.failed and not flight.delivered:
-            flight.delivered = True
-            self._mark_delivered(flight.task.result(), True)
+    def _delivered(self, call: PendingCall) -> None:
+        if not call.failed and not call.delivered:
+            call.delivered = True
+            self._mark_delivered(call.task.result(), True)

@@ -1,8 +1,8 @@
-"""The one session that every client of a stand-alone server shares, with bounded memory.
+"""The session that all clients of a stand-alone server share, with bounded memory.
 
-Each opening (tools, system text, first message) has a session of its own, which is how far a returning history can
-reach back. When together they hold too many tokens, the one that nobody asked for the longest is forgotten: should its
-client come back, its history is rendered anew.
+Each opening (tools, system text, first message) has a session of its own, because two histories that open differently
+have no sampled turn in common. When the sessions together hold too many tokens, the least recently used one is dropped.
+If its client returns, the whole history is rendered again.
 """
 
 import asyncio
@@ -13,26 +13,25 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from dockyard.gateway.accounting import Recording, unknown_key
-from dockyard.gateway.messages import Message, Prompt
-from dockyard.gateway.protocol import NO_WISHES, ClientSampling, RefusedError, Reply, dump
-from dockyard.gateway.sessions import AnySession
-from dockyard.types import Json
+from dockyard.gateway.protocol import NO_CLIENT_SAMPLING, ClientSampling, ModelReply, RefusedError, dump
+from dockyard.gateway.sessions import Session
+from dockyard.types import Json, Message, Prompt
 
 MAX_HELD = 8_000_000
-"""Tokens remembered, at about 25 bytes each."""
+"""Tokens kept in memory, at about 25 bytes each."""
 MAX_CONVERSATIONS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Conversations:
-    """Implements `AnySession` over many sessions. What they recorded is for splicing, and dropped with them."""
+class SharedSession:
+    """Implements `Session` over many sessions. Their records serve to splice prompts, and are dropped with them."""
 
-    open_session: Callable[[], AnySession]
+    open_session: Callable[[], Session]
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
     max_held: int = MAX_HELD
     label: str = "serve"
-    _sessions: OrderedDict[bytes, AnySession] = field(default_factory=OrderedDict[bytes, AnySession])
-    _tasks: set[asyncio.Task[Reply]] = field(default_factory=set[asyncio.Task[Reply]])
+    _sessions: OrderedDict[bytes, Session] = field(default_factory=OrderedDict[bytes, Session])
+    _tasks: set[asyncio.Task[ModelReply]] = field(default_factory=set[asyncio.Task[ModelReply]])
     _counts: Counter[str] = field(default_factory=Counter[str])
     _closed: bool = False
 
@@ -42,13 +41,15 @@ class Conversations:
 
     @property
     def stats(self) -> dict[str, int]:
-        """So far."""
+        """The statistics so far."""
         held = {"conversations": len(self._sessions), "held_tokens": self.num_held, "in_flight": len(self._tasks)}
         return {"calls": 0, "prompt_tokens": 0, "sampled_tokens": 0, "forgotten": 0} | self._counts | held
 
-    def submit(self, prompt: Prompt, max_tokens: int | None, wishes: ClientSampling = NO_WISHES) -> asyncio.Task[Reply]:
-        """Start a call in the conversation that the prompt belongs to."""
-        task = self._session(prompt).submit(prompt, max_tokens, wishes)
+    def submit(
+        self, prompt: Prompt, max_tokens: int | None, requested: ClientSampling = NO_CLIENT_SAMPLING
+    ) -> asyncio.Task[ModelReply]:
+        """Start a call in the session that the prompt belongs to."""
+        task = self._session(prompt).submit(prompt, max_tokens, requested)
         self.count("calls")
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -57,8 +58,8 @@ class Conversations:
     async def count_tokens(self, prompt: Prompt) -> int:
         return await self._session(prompt).count_tokens(prompt)
 
-    def mark_delivered(self, reply: Reply, delivered: bool) -> None:
-        """Nobody trains on these conversations."""
+    def mark_delivered(self, reply: ModelReply, delivered: bool) -> None:
+        """Has no effect: these conversations are not trained on."""
 
     def note_misuse(self, refused: RefusedError) -> None:
         self.count("misuses")
@@ -68,7 +69,7 @@ class Conversations:
         self._counts[what] += amount
 
     def close(self) -> Recording:
-        """Refuse calls from now on and drop those under way, also of conversations that were forgotten."""
+        """Refuse further calls and cancel those in progress, also of conversations that were dropped."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -76,7 +77,7 @@ class Conversations:
         self._sessions.clear()
         return Recording(stats=stats, calls=stats["calls"], answered=stats.get("answered", 0))
 
-    def _session(self, prompt: Prompt) -> AnySession:
+    def _session(self, prompt: Prompt) -> Session:
         if self._closed:
             raise unknown_key()
         opening = _opening(prompt)
@@ -85,7 +86,7 @@ class Conversations:
         self._sessions.move_to_end(opening)
         return self._sessions[opening]
 
-    def _done(self, task: asyncio.Task[Reply]) -> None:
+    def _done(self, task: asyncio.Task[ModelReply]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is None:
             reply = task.result()
@@ -93,7 +94,7 @@ class Conversations:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop old conversations until the rest fits. Their calls under way go on."""
+        """Drop old conversations until the rest fits. Their calls in progress continue."""
         held = self.num_held
         while held > self.max_held or len(self._sessions) > MAX_CONVERSATIONS:
             _, oldest = self._sessions.popitem(last=False)
@@ -102,10 +103,10 @@ class Conversations:
 
 
 def _opening(prompt: Prompt) -> bytes:
-    """Two histories that differ in this have no sampled turn in common."""
-    said = [_told(message) for message in prompt.messages[: 1 if prompt.messages[0].role != "system" else 2]]
-    return sha256(dump([prompt.tools, said])).digest()
+    """A digest of what two histories must share to have a sampled turn in common."""
+    first = [_identity(message) for message in prompt.messages[: 1 if prompt.messages[0].role != "system" else 2]]
+    return sha256(dump([prompt.tools, first])).digest()
 
 
-def _told(message: Message) -> Json:
+def _identity(message: Message) -> Json:
     return {"role": message.role, "text": message.text, "id": message.call_id}

@@ -1,8 +1,8 @@
-"""A finished Harbor job on disk becomes rollouts.
+"""Reads a finished Harbor job from disk as rollouts.
 
-Nobody recorded the model calls of such a job. Tokens are there only where the agent kept them; whether the policy was
-ever asked is told by what the agent counted, and where that says nothing, by whether the agent ran. A failing model
-endpoint is known by the type of error only.
+The model calls of such a job were not recorded by a gateway. Tokens are known only if the agent stored them. Whether
+the policy was called is derived from the agent's token counts, or else from whether the agent ran. A failure of the
+model endpoint is recognised by the type of the exception only.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -33,15 +33,15 @@ from dockyard.types import Blame, Failure, Rollout
 logger = logging.getLogger(__name__)
 
 _RESULT, _CONFIG = "result.json", "config.json"
-ASK_NO_MODEL = ("oracle", "nop")
+CALL_NO_MODEL = ("oracle", "nop")
 _OF_TRIALS = ("trial.log", "agent", "verifier", "steps")
 _DEPTH = 2
-"""How far below a folder its trials may be."""
+"""How many levels below a folder trials are searched."""
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 def read_job(folder: Path) -> list[Rollout]:
-    """A rollout for each trial in the folder, by task and time. What a trial left unreadable is a failure on it."""
+    """A rollout for each trial in the folder, sorted by task and time. One that cannot be read has a failure."""
     results = [(trial, read_result(trial)) for trial in trial_folders(folder)]
     results.sort(key=lambda pair: _order(*pair))
     seen: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def read_job(folder: Path) -> list[Rollout]:
 
 
 def read_result(trial: Path) -> TrialResult | Failure:
-    """What Harbor wrote when the trial was over. It is missing if Harbor was killed before."""
+    """The result that Harbor writes at the end of a trial. It is missing if Harbor was killed before."""
     file = trial / _RESULT
     try:
         return TrialResult.model_validate_json(file.read_bytes())
@@ -66,13 +66,13 @@ def read_result(trial: Path) -> TrialResult | Failure:
         message = f"`{file}` cannot be read: {error.strerror}"
         return Failure(cause="host_error", blame=Blame.INFRASTRUCTURE, message=message)
     except ValidationError as error:
-        # Harbor blots out the model's key in all files of a trial, and a short key is found everywhere.
+        # Harbor redacts the model's key in all files of a trial, and a short key also matches other text.
         message = f"`{file}` cannot be read: {error.errors()[0]['msg']}"
         return Failure(cause="host_error", blame=Blame.INFRASTRUCTURE, message=message)
 
 
 def recording_of(result: TrialResult) -> Recording:
-    """What is known of the model calls of a trial that no gateway watched."""
+    """What is known about the model calls of a trial that ran without a gateway."""
     details = [detail for context in _contexts(result) for detail in context.rollout_details or []]
     segments = segments_of(details)
     prompt_tokens, _, sampled_tokens, _ = result.compute_token_cost_totals()
@@ -94,13 +94,13 @@ def recording_of(result: TrialResult) -> Recording:
 
 
 def is_exception(name: str) -> bool:
-    """Whether a word is the type of something that was raised, as far as a word can tell."""
+    """Whether a word is the name of an exception type, judging by the word alone."""
     is_known = name in BY_EXCEPTION or name in ERROR_POLICIES
     return is_known or (name.isidentifier() and name.endswith(("Error", "Exception")))
 
 
 def rollout_of_exception(place: Place, exception: str, reward: float | None) -> Rollout:
-    """An attempt of which only the type of what was raised is known, and that its agent asked the model."""
+    """An attempt of which only the exception type is known. Its agent is assumed to have called the model."""
     recording = Recording(stats={}, calls=1, answered=1, engine_failure=_engine_failure(exception, ""))
     return rollout_of(place, Outcome(reward=reward, exception=exception), recording)
 
@@ -111,18 +111,18 @@ def _engine_failure(exception: str, message: str) -> str | None:
 
 
 def trial_folders(folder: Path) -> list[Path]:
-    """The folder itself if it is a trial, else those in it and in the jobs that it holds."""
+    """The folder itself if it is a trial, else the trials in it and in the jobs that it contains."""
     if not folder.is_dir():
-        raise DockyardError(f"`{folder}` is not a folder", hint="name the folder of a Harbor job, e.g. `jobs/NAME`")
+        raise DockyardError(f"`{folder}` is not a folder", hint="pass the folder of a Harbor job, e.g. `jobs/NAME`")
     trials = [folder] if _is_trial(folder) else _trials_in(folder)
     if not trials:
-        hint = "a job is a folder that `harbor run` wrote: trial folders with a `result.json` each"
+        hint = "pass a folder that `harbor run` wrote: it contains trial folders with a `result.json` each"
         raise DockyardError(f"`{folder}` holds no trials", hint=hint)
     return trials
 
 
 def _trials_in(folder: Path, depth: int = 0) -> list[Path]:
-    """A run keeps jobs inside of folders of its own."""
+    """The trials in the folder and below, because a run keeps jobs in folders of its own."""
     found: list[Path] = []
     for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
         below = [] if depth == _DEPTH or _is_trial(inside) else _trials_in(inside, depth + 1)
@@ -131,12 +131,12 @@ def _trials_in(folder: Path, depth: int = 0) -> list[Path]:
 
 
 def _is_trial(folder: Path) -> bool:
-    """A job has a `config.json` as well, but nothing of an agent."""
+    """Whether it is a trial. A job also has a `config.json`, but no files of an agent."""
     return (folder / _CONFIG).exists() and any((folder / name).exists() for name in _OF_TRIALS)
 
 
 def rollout_of_trial(result: TrialResult | Failure, name: str, attempt: int) -> Rollout:
-    """The attempt of this number at the task of this name. What neither failed nor was graded has no reward."""
+    """The rollout of a trial. One that neither failed nor was graded has no reward."""
     if isinstance(result, Failure):
         return Rollout(task=name, kind="", attempt=attempt, segments=(), reward=None, failure=result)
     place = Place(task=name, kind=_kind(result), attempt=attempt)
@@ -152,7 +152,7 @@ def _order(trial: Path, result: TrialResult | Failure) -> tuple[str, datetime, s
 
 
 def task_name(trial: Path, result: TrialResult | Failure) -> str:
-    """As task folders are named here. Harbor names a trial `<the task's first letters>__<letters>`."""
+    """The name of the task's folder. Harbor names a trial `<the task's first letters>__<letters>`."""
     if not isinstance(result, Failure):
         return result.task_id.get_name()
     try:
@@ -162,19 +162,19 @@ def task_name(trial: Path, result: TrialResult | Failure) -> str:
 
 
 class Setup(BaseModel):
-    """What a trial was started with."""
+    """The settings of a trial."""
 
     task: TaskConfig
     agent: AgentConfig = Field(default_factory=AgentConfig)
 
 
 def read_setup(trial: Path) -> Setup:
-    """Harbor writes it before the trial begins. Raises OSError, or ValueError."""
+    """Read the settings, which Harbor writes before the trial begins. Raises OSError, or ValueError."""
     return Setup.model_validate_json((trial / _CONFIG).read_bytes())
 
 
 def _kind(result: TrialResult) -> str:
-    """Known as long as the task's folder is where it was."""
+    """The kind of the task; empty if the task's folder was moved."""
     folder = result.task_id.get_local_path()
     try:
         return load_tasks(folder)[0].kind if (folder / "task.toml").is_file() else ""
@@ -188,8 +188,8 @@ def _contexts(result: TrialResult) -> list[AgentContext]:
 
 
 def _num_calls(result: TrialResult, details: Sequence[RolloutDetail], sampled_tokens: int | None) -> int:
-    """At least so many; an agent that ran and counted nothing is taken to have asked once."""
-    if result.agent_info.name in ASK_NO_MODEL:
+    """A lower bound of the number of model calls. An agent that ran without counting is assumed to have made one."""
+    if result.agent_info.name in CALL_NO_MODEL:
         return 0
     if details:
         return num_turns(details)

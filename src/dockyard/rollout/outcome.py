@@ -10,7 +10,6 @@ from harbor import TrialResult
 from harbor.models.verifier.result import VerifierResult
 
 from dockyard.gateway.accounting import Recording
-from dockyard.gateway.text_session import exchange_json
 from dockyard.rollout.blame import failure_of
 from dockyard.rollout.order import Place
 from dockyard.types import Blame, Rollout
@@ -82,5 +81,5 @@ def rollout_of(place: Place, outcome: Outcome, recording: Recording, *, must_ask
         seconds=outcome.seconds,
         stats=recording.stats,
         untrusted=recording.untrusted,
-        exchanges=tuple(map(exchange_json, recording.exchanges)),
+        exchanges=recording.exchanges,
     )

@@ -18,7 +18,7 @@ from harbor import Trial, TrialConfig, TrialEvent, TrialHookEvent, TrialTaskConf
 from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
 from dockyard.gateway.accounting import Recording, SessionLimits
 from dockyard.gateway.server import Gateway
-from dockyard.gateway.sessions import AnySession, Sampling
+from dockyard.gateway.sessions import Sampling, Session
 from dockyard.rollout.agents.rows import must_ask
 from dockyard.rollout.agents.wiring import Endpoint, agent_config
 from dockyard.rollout.environments import Site
@@ -122,7 +122,7 @@ class TrialRunner:
     trials_dir: Path
     seal: bool = True
     policy_use: GatewayConfig = field(default_factory=GatewayConfig)
-    new_session: Callable[[str, Sampling, SessionLimits], AnySession] | None = None
+    new_session: Callable[[str, Sampling, SessionLimits], Session] | None = None
     """Where a rollout does not sample from what the gateway does: its own access to a policy."""
 
     async def run(self, attempt: Attempt) -> Rollout:
@@ -134,7 +134,7 @@ class TrialRunner:
             recording = books.close()
         return rollout_of(attempt.place, outcome, recording, must_ask=must_ask(self.agent))
 
-    def open_session(self, attempt: Attempt) -> AnySession:
+    def open_session(self, attempt: Attempt) -> Session:
         """The attempt's own access to the policy."""
         sampling = Sampling(seed=attempt.seed, temperature=attempt.temperature, max_new_tokens=self.max_new_tokens)
         limits = SessionLimits(
@@ -203,7 +203,7 @@ class _SessionOnce:
     """A session that is closed once, when its agent's time is over: what still runs then gets no more answers."""
 
     gateway: Gateway
-    session: AnySession
+    session: Session
     _recording: Recording | None = None
 
     def close(self) -> Recording:

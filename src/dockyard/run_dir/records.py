@@ -1,17 +1,19 @@
-"""A rollout as one line of JSON, and back without losing a bit.
+"""Writes a rollout as one line of JSON and reads it back without loss.
 
-Numbers are written so that float32 log-probabilities return exactly. What is not a finite number is refused: JSON has
-no NaN, and a trainer has no use for one.
+Numbers are written so that float32 log-probabilities are read back exactly. NaN and infinity are refused: JSON has
+neither, and a trainer cannot use them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError
 
+from dockyard.chat_format import exchange_json, parse_exchange, replace_surrogates
 from dockyard.errors import DockyardError
-from dockyard.types import Failure, Rollout, Segment
+from dockyard.types import Exchange, Failure, Rollout, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +23,14 @@ class RecordedRollout:
     phase: str
     """`step-00003`, `eval-00003`, `eval-before`, `eval-after`, `rollouts` or `eval`."""
     group: int
-    """Which of the phase's groups it belongs to, from 0."""
+    """The index of its group in the phase, from 0."""
     rollout: Rollout
     transcript: str = ""
-    """What was said, as text, for people to read."""
+    """The conversation as text, for people to read."""
 
     @property
     def step(self) -> int | None:
-        """The training step, None outside of training."""
+        """The training step; None outside training."""
         return step_of(self.phase)
 
 
@@ -38,24 +40,24 @@ def step_phase(step: int) -> str:
 
 
 def step_of(phase: str) -> int | None:
-    """The training step of a phase, None outside of training."""
+    """The training step of a phase; None outside training."""
     name, _, number = phase.partition("-")
     return int(number) if name == "step" else None
 
 
 def eval_phase(version: int) -> str:
-    """The phase in which the weights after so many steps are evaluated during training."""
+    """The phase that evaluates the weights of this version (after `version` steps) during training."""
     return f"eval-{version:05}"
 
 
 def eval_of(phase: str) -> int | None:
-    """Which weights a phase evaluates during training, None if it is no such phase."""
+    """The weight version that a phase evaluates during training; None for any other phase."""
     name, _, number = phase.partition("-")
     return int(number) if name == "eval" and number.isdecimal() else None
 
 
 def to_line(recorded: RecordedRollout) -> bytes:
-    """One line of JSON, without its newline."""
+    """Return one line of JSON, without a newline."""
     rollout = recorded.rollout
     try:
         line = _Line(
@@ -66,26 +68,26 @@ def to_line(recorded: RecordedRollout) -> bytes:
             kind=rollout.kind,
             attempt=rollout.attempt,
             reward=rollout.reward,
-            failure=rollout.failure and replace(rollout.failure, message=_encodable(rollout.failure.message)),
+            failure=rollout.failure and replace(rollout.failure, message=replace_surrogates(rollout.failure.message)),
             seconds=rollout.seconds,
             stats=rollout.stats,
             segments=[_SegmentLine.of(segment) for segment in rollout.segments],
             untrusted=[_SegmentLine.of(segment) for segment in rollout.untrusted],
             exchanges=list(rollout.exchanges),
-            transcript=_encodable(recorded.transcript),
+            transcript=replace_surrogates(recorded.transcript),
         )
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         key = ".".join(map(str, details["loc"]))
         raise DockyardError(
             f"a rollout of `{rollout.task}` cannot be recorded: `{key}` is `{details['input']}`; {details['msg']}",
-            hint="a NaN comes from the engine or the verifier; the rollouts before this one are kept",
+            hint="a NaN comes from the engine or the verifier; earlier rollouts are kept",
         ) from error
     return line.model_dump_json().encode()
 
 
 def from_line(data: bytes) -> RecordedRollout:
-    """What `to_line` wrote. Raises pydantic's ValidationError on anything else."""
+    """Parse what `to_line` wrote. Raises pydantic's ValidationError for anything else."""
     line = _Line.model_validate_json(data)
     rollout = Rollout(
         task=line.task,
@@ -128,6 +130,17 @@ class _SegmentLine(BaseModel):
         )
 
 
+def _exchange(value: object) -> Exchange:
+    if isinstance(value, Exchange):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("not a recorded model call: not a JSON object")
+    return parse_exchange(cast("Mapping[str, Any]", value))
+
+
+type _ExchangeLine = Annotated[Exchange, PlainValidator(_exchange), PlainSerializer(exchange_json)]
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -143,10 +156,5 @@ class _Line(BaseModel):
     stats: dict[str, int]
     segments: list[_SegmentLine]
     untrusted: list[_SegmentLine] = []
-    exchanges: list[dict[str, Any]] = []
+    exchanges: list[_ExchangeLine] = []
     transcript: str = ""
-
-
-def _encodable(text: str) -> str:
-    """Program output may hold lone surrogates, which no UTF-8 file can."""
-    return text.encode(errors="replace").decode()

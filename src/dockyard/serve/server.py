@@ -18,10 +18,11 @@ from dockyard.engine.protocol import Engine
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import SessionLimits
 from dockyard.gateway.admin import Admin
-from dockyard.gateway.protocol import WishReader
+from dockyard.gateway.protocol import ClientSamplingReader
 from dockyard.gateway.server import Gateway
-from dockyard.gateway.sessions import AnySession, Sampling
-from dockyard.gateway.shared_session import Conversations
+from dockyard.gateway.sessions import Sampling, Session
+from dockyard.gateway.shared_session import SharedSession
+from dockyard.gateway.text_session import session_factory
 from dockyard.serve.options import AdminOptions, ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -47,27 +48,27 @@ async def keep_serving(options: ServeOptions, files: ModelFiles | None, announce
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(_open_engine(options, files))
         renderer = files.renderer if files and not isinstance(engine, TextEndpoint) else None
-        gateway = Gateway(engine, renderer, options.served_name)
+        gateway = Gateway(session_factory(engine, renderer), options.served_name)
         stack.push_async_callback(gateway.close)
-        house = open_house(options, gateway)
+        shared = open_shared_session(options, gateway)
         with _listening(f"{options.host}:{options.port}", "--port 0"):
             await gateway.start(options.host, options.port)
-        told = await stack.enter_async_context(_opened_admin(options.admin, gateway, engine, house))
+        told = await stack.enter_async_context(_opened_admin(options.admin, gateway, engine, shared))
         announce(_ready(options, gateway) + told)
         await asyncio.Event().wait()
 
 
-def open_house(options: ServeOptions, gateway: Gateway) -> Conversations:
+def open_shared_session(options: ServeOptions, gateway: Gateway) -> SharedSession:
     """The session that all clients share."""
 
-    def open_session() -> AnySession:
+    def open_session() -> Session:
         seed = secrets.randbits(63)
         sampling = Sampling(seed=seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
         return gateway.new_session("serve", sampling, _UNLIMITED)
 
-    house = Conversations(open_session, options.key.value if options.key else secrets.token_urlsafe(16))
-    gateway.host(house, WishReader().read, for_anybody=options.key is None)
-    return house
+    shared = SharedSession(open_session, options.key.value if options.key else secrets.token_urlsafe(16))
+    gateway.host(shared, ClientSamplingReader().read, for_any_key=options.key is None)
+    return shared
 
 
 @asynccontextmanager
@@ -98,14 +99,14 @@ def _check_context(options: ServeOptions, available: int) -> None:
 
 @asynccontextmanager
 async def _opened_admin(
-    options: AdminOptions | None, gateway: Gateway, engine: Engine | TextEndpoint, house: Conversations
+    options: AdminOptions | None, gateway: Gateway, engine: Engine | TextEndpoint, shared: SharedSession
 ) -> AsyncGenerator[str]:
     """Words for the line that says what is served."""
     if options is None:
         yield ""
         return
     publish = None if isinstance(engine, TextEndpoint) else engine.publish
-    admin = Admin(gateway, options.token.value, publish=publish, describe=lambda: {"serve": house.stats})
+    admin = Admin(gateway, options.token.value, publish=publish, describe=lambda: {"serve": shared.stats})
     try:
         if options.socket:
             with _listening(str(options.socket), "--admin-port 0"):

@@ -1,6 +1,6 @@
-"""The OpenAI Chat Completions dialect: wire to canonical messages and back. Knows no HTTP and no engine.
+"""The OpenAI Chat Completions dialect: requests to canonical messages, and replies back to the wire format.
 
-Sampling parameters are read by nobody here on purpose: sampling is the trainer's.
+Sampling parameters are not read here on purpose: the trainer sets the sampling.
 """
 
 import secrets
@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.chat_format import chat_calls, parse_arguments
 from dockyard.gateway.protocol import (
+    ModelReply,
     RefusedError,
-    Reply,
-    Served,
-    arguments_object,
+    ServedModel,
     dump,
     function_tool,
     invalid,
     one_system,
+    openai_error,
     validate,
 )
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Json, Message, Prompt, ToolCall
 
 
 class _Part(BaseModel):
@@ -81,8 +81,8 @@ class _Body(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall:
-    """One request, and how its answer is to look."""
+class ChatRequest:
+    """One request, and the options of its response."""
 
     prompt: Prompt
     max_tokens: int | None
@@ -91,51 +91,51 @@ class ChatCall:
     logprobs: bool
     return_token_ids: bool
     head: Json
-    """What every object of the answer repeats: id, time, model."""
-    served: Served
+    """The fields that every object of the response repeats: id, time, model."""
+    served: ServedModel
 
-    def body(self, reply: Reply) -> Json:
+    def body(self, reply: ModelReply) -> Json:
         message = {"role": ASSISTANT, "content": reply.message.text or None, **_extras(reply.message)}
         choice = {"index": 0, "message": message, "finish_reason": _finish(reply), **self._tokens(reply)}
         return self._object("chat.completion", reply, choices=[choice], usage=_usage(reply))
 
-    def begin(self, reply: Reply | None = None) -> bytes:
+    def begin(self, reply: ModelReply | None = None) -> bytes:
         return b""
 
-    def events(self, reply: Reply) -> bytes:
-        """The whole answer as a stream: what was said, why it ended, what it cost."""
+    def events(self, reply: ModelReply) -> bytes:
+        """The whole reply as a stream: the message, the finish reason, the usage."""
         extras = _extras(reply.message)
         for index, call in enumerate(extras.get("tool_calls", ())):
             call["index"] = index
         delta = {"role": ASSISTANT, "content": reply.message.text or None, **extras}
-        said = {"index": 0, "delta": delta, "finish_reason": None}
-        ended: Json = {"index": 0, "delta": {}, "finish_reason": _finish(reply)}
+        first = {"index": 0, "delta": delta, "finish_reason": None}
+        last: Json = {"index": 0, "delta": {}, "finish_reason": _finish(reply)}
         chunks = [
-            self._object("chat.completion.chunk", reply, choices=[said | self._tokens(reply)]),
-            self._chunk(choices=[ended]),
+            self._object("chat.completion.chunk", reply, choices=[first | self._tokens(reply)]),
+            self._chunk(choices=[last]),
         ]
         if self.include_usage:
             chunks.append(self._chunk(choices=[], usage=_usage(reply)))
         return b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
 
     def keep_alive(self) -> bytes:
-        """A chunk that says nothing. A comment would not do: qwen-code's idle timer ignores comments."""
+        """An empty chunk. A comment is not enough: qwen-code's idle timer ignores comments."""
         return _event(self._chunk(choices=[{"index": 0, "delta": {}, "finish_reason": None}]))
 
     def error_event(self, refused: RefusedError) -> bytes:
-        return _event(error_body(refused))
+        return _event(openai_error(refused))
 
-    def _object(self, kind: str, reply: Reply, **fields: Any) -> Json:
+    def _object(self, kind: str, reply: ModelReply, **fields: Any) -> Json:
         prompt = {"prompt_token_ids": reply.turn.prompt_ids.tolist()} if self.return_token_ids else {}
         return {**self.head, "object": kind, **fields, **prompt}
 
     def _chunk(self, **fields: Any) -> Json:
         return {**self.head, "object": "chat.completion.chunk", **fields}
 
-    def _tokens(self, reply: Reply) -> Json:
+    def _tokens(self, reply: ModelReply) -> Json:
         ids = reply.turn.sampled_ids.tolist()
         fields: Json = {"logprobs": None}
-        if self.logprobs:
+        if self.logprobs and reply.turn.logprobs is not None:
             pairs = zip(ids, reply.turn.logprobs.tolist(), strict=True)
             fields["logprobs"] = {"content": [self._logprob(token_id, logprob) for token_id, logprob in pairs]}
         if self.return_token_ids:
@@ -148,17 +148,17 @@ class ChatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatDialect:
     """`/v1/chat/completions`."""
 
-    served: Served
+    served: ServedModel
 
-    def parse(self, body: object) -> ChatCall:
+    def parse(self, body: object) -> ChatRequest:
         wire = validate(_Body, body)
-        _refuse_unserved(wire)
+        _refuse_unsupported(wire)
         limits = [limit for limit in (wire.max_tokens, wire.max_completion_tokens) if limit is not None]
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.served.model_name}
-        return ChatCall(
+        return ChatRequest(
             prompt=_prompt(wire),
             max_tokens=min(limits, default=None),
             stream=bool(wire.stream),
@@ -170,38 +170,29 @@ class Chat:
         )
 
     def error(self, refused: RefusedError) -> Json:
-        return error_body(refused)
-
-
-def error_body(refused: RefusedError) -> Json:
-    """An error as OpenAI's clients expect it."""
-    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
+        return openai_error(refused)
 
 
 def _event(data: Json) -> bytes:
     return b"data: " + dump(data) + b"\n\n"
 
 
-def _finish(reply: Reply) -> str:
+def _finish(reply: ModelReply) -> str:
     finish = reply.turn.finish.value
     return "tool_calls" if reply.message.calls and finish == "stop" else finish
 
 
 def _extras(message: Message) -> Json:
-    """What only some messages have: thoughts, tool calls."""
+    """The optional fields of a message: reasoning and tool calls."""
     extras: Json = {}
     if message.reasoning:
         extras["reasoning_content"] = message.reasoning
     if message.calls:
-        extras["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
-            for call in message.calls
-        ]
+        extras["tool_calls"] = chat_calls(message)
     return extras
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: ModelReply) -> dict[str, int]:
     return {
         "prompt_tokens": reply.num_prompt,
         "completion_tokens": reply.num_sampled,
@@ -209,15 +200,15 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _refuse_unserved(wire: _Body) -> None:
-    """Say no to what would otherwise be silently ignored and change what the agent gets."""
+def _refuse_unsupported(wire: _Body) -> None:
+    """Refuse parameters that would change the reply if they were not ignored."""
     if wire.n not in (None, 1):
-        invalid(f"`n` is {wire.n}: one completion per call is served")
+        invalid(f"`n` is {wire.n}: only 1 completion per call is supported")
     if wire.functions:
-        invalid("`functions` is not served: it was replaced by `tools`")
+        invalid("`functions` is not supported: use `tools`")
     for index, tool in enumerate(wire.tools or ()):
         if tool.function is None:
-            invalid(f"`tools.{index}` is of type `{tool.type}`: only `function` is served")
+            invalid(f"`tools.{index}` has the type `{tool.type}`: only `function` is supported")
 
 
 def _prompt(wire: _Body) -> Prompt:
@@ -248,7 +239,7 @@ def _calls(wire: Sequence[_ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def _arguments(arguments: str | Json | None) -> Json:
-    return arguments if isinstance(arguments, dict) else arguments_object(arguments or "")
+    return arguments if isinstance(arguments, dict) else parse_arguments(arguments or "")
 
 
 def _flatten(index: int, message: _Message) -> str:
@@ -260,6 +251,6 @@ def _flatten(index: int, message: _Message) -> str:
         return message.content
     for part in message.content:
         if part.type != "text" and message.role not in ("tool", "function"):
-            invalid(f"`messages.{index}.content` has a part of type `{part.type}`: only `text` is served")
-    # What a tool returned cannot be taken back; the policy is told that there was something.
+            invalid(f"`messages.{index}.content` has a part of type `{part.type}`: only `text` is supported")
+    # The agent cannot undo a tool's output, so parts that are not text are named instead of refused.
     return "\n".join(part.text or "" if part.type == "text" else f"[{part.type}]" for part in message.content)

@@ -1,8 +1,9 @@
-"""The Anthropic Messages dialect: wire to canonical messages and back. Knows no HTTP and no engine.
+"""The Anthropic Messages dialect: requests to canonical messages, and replies back to the wire format.
 
 Beyond Anthropic's fields, `return_token_ids` and `logprobs` add `prompt_token_ids`, `token_ids` and `logprobs` (floats)
-to the answer: to its object, or to `message_stop` of a stream. Sampling parameters are read by nobody: sampling is the
-trainer's. `cache_control`, signatures and the billing block say nothing to the policy and change at every call.
+to the response: to its object, or to `message_stop` of a stream. Sampling parameters are not read: the trainer sets the
+sampling. `cache_control`, signatures and the billing block are dropped: they change with every call and do not concern
+the policy.
 """
 
 import secrets
@@ -13,12 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.protocol import (
     OVERFLOW,
+    ModelReply,
     RefusedError,
-    Reply,
-    Served,
+    ServedModel,
     TokenFields,
     dump,
     event,
@@ -27,11 +27,11 @@ from dockyard.gateway.protocol import (
     one_system,
     validate,
 )
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Json, Message, Prompt, ToolCall
 
 
 def _as_blocks(content: object) -> object:
-    """Agents write the same text now as a string, now as a list of blocks."""
+    """Agents send the same text as a string or as a list of blocks."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -101,7 +101,7 @@ class _Body(BaseModel):
     system: _Content[_Text] | None = None
     tools: list[_Tool] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    """Optional, unlike at Anthropic: `count_tokens` has none."""
+    """Optional, unlike in Anthropic's API, because `count_tokens` has none."""
     stream: bool | None = None
     output_config: Json | None = None
     logprobs: bool | None = None
@@ -109,17 +109,17 @@ class _Body(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesCall:
-    """One request, and how its answer is to look."""
+class MessagesRequest:
+    """One request, and the options of its response."""
 
     prompt: Prompt
     max_tokens: int | None
     stream: bool
     tokens: TokenFields
     head: Json
-    """What identifies the answer: id, kind, role, model."""
+    """The fields that identify the response: id, type, role, model."""
 
-    def body(self, reply: Reply) -> Json:
+    def body(self, reply: ModelReply) -> Json:
         return {
             **self.head,
             "content": _answer_blocks(reply.message),
@@ -129,7 +129,7 @@ class MessagesCall:
             **self.tokens.of(reply),
         }
 
-    def begin(self, reply: Reply | None = None) -> bytes:
+    def begin(self, reply: ModelReply | None = None) -> bytes:
         usage = _usage(reply.num_prompt if reply else 0, 0)
         message: Json = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event("message_start", message=message)
@@ -137,28 +137,29 @@ class MessagesCall:
     def keep_alive(self) -> bytes:
         return event("ping")
 
-    def events(self, reply: Reply) -> bytes:
-        """The blocks, why it ended and what it cost. claude-code compacts by this usage, so it is the true one."""
+    def events(self, reply: ModelReply) -> bytes:
+        """The blocks, the stop reason and the usage. claude-code decides by this usage when to compact."""
         blocks = enumerate(_answer_blocks(reply.message))
-        said = b"".join(part for index, block in blocks for part in _block_events(index, block))
-        ended = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+        content = b"".join(part for index, block in blocks for part in _block_events(index, block))
+        stop = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
         usage = _usage(reply.num_prompt, reply.num_sampled)
-        return said + event("message_delta", delta=ended, usage=usage) + event("message_stop", **self.tokens.of(reply))
+        end = event("message_delta", delta=stop, usage=usage) + event("message_stop", **self.tokens.of(reply))
+        return content + end
 
     def error_event(self, refused: RefusedError) -> bytes:
         return event("error", **_error(refused))
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
-    """`/v1/messages`, and what `/v1/messages/count_tokens` counts."""
+class MessagesDialect:
+    """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-    served: Served
+    served: ServedModel
 
-    def parse(self, body: object) -> MessagesCall:
+    def parse(self, body: object) -> MessagesRequest:
         wire = validate(_Body, body)
         head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": ASSISTANT}
-        return MessagesCall(
+        return MessagesRequest(
             prompt=_prompt(wire),
             max_tokens=wire.max_tokens,
             stream=bool(wire.stream),
@@ -181,13 +182,13 @@ _ERROR_TYPES = {
 
 def _error(refused: RefusedError) -> Json:
     if refused.code == OVERFLOW:
-        # The words by which claude-code knows that it has to compact.
+        # claude-code compacts its history when it reads these words.
         return {"error": {"type": "invalid_request_error", "message": f"prompt is too long: {refused.message}"}}
     other = "api_error" if refused.status >= 500 else "invalid_request_error"
     return {"error": {"type": _ERROR_TYPES.get(refused.status, other), "message": refused.message}}
 
 
-def _stop_reason(reply: Reply) -> str:
+def _stop_reason(reply: ModelReply) -> str:
     if reply.turn.finish.value == "length":
         return "max_tokens"
     return "tool_use" if reply.message.calls else "end_turn"
@@ -210,7 +211,7 @@ def _answer_blocks(message: Message) -> list[Json]:
 
 
 def _block_events(index: int, block: Json) -> Iterator[bytes]:
-    """A block as a stream builds it: empty, filled, closed."""
+    """The events of one block in a stream: start, deltas, stop."""
     empty: Json
     match block["type"]:
         case "thinking":
@@ -236,7 +237,7 @@ def _prompt(wire: _Body) -> Prompt:
     tools = tuple(_function(tool) for tool in own if not tool.defer_loading)
     deferred = {tool.name: _function(tool) for tool in own if tool.defer_loading}
     system = [Message("system", block.text) for block in _without_billing(wire.system or ())]
-    messages = [message for said in wire.messages for message in _messages(said, deferred)]
+    messages = [message for turn in wire.messages for message in _messages(turn, deferred)]
     structured = bool((wire.output_config or {}).get("format"))
     return Prompt(one_system([*system, *messages]), tools, auxiliary=structured and not tools)
 
@@ -247,7 +248,7 @@ def _without_billing(system: Sequence[_Text]) -> Sequence[_Text]:
 
 
 def _own_tools(wire: Sequence[_Tool]) -> Sequence[_Tool]:
-    """The agent's own tools. Those that Anthropic's servers would run are left out: nobody here runs them."""
+    """The agent's own tools. Tools that Anthropic's servers would run are left out."""
     own = [(index, tool) for index, tool in enumerate(wire) if tool.type in (None, "custom")]
     for index, tool in own:
         if not tool.name:
@@ -279,7 +280,7 @@ def _assistant(blocks: Sequence[_AssistantBlock]) -> Message:
 
 
 def _user(blocks: Sequence[_UserBlock], deferred: Mapping[str, Json]) -> Iterator[Message]:
-    """Tool results are messages of their own for templates; text between them stays where it is."""
+    """Split a user turn: chat templates expect each tool result as a message. The order is kept."""
     messages = [_text_or_result(block, deferred) for block in blocks]
     for role, run in groupby(messages, lambda message: message.role):
         if role == "user":
@@ -296,9 +297,9 @@ def _text_or_result(block: _UserBlock, deferred: Mapping[str, Json]) -> Message:
 
 
 def _result_text(block: _ResultBlock, deferred: Mapping[str, Json]) -> str:
-    """A picture in a tool's output is named, not refused: the policy asked for it, and the rollout must go on.
+    """The text of a block in a tool result. An image is named instead of refused, so that the rollout can continue.
 
-    A tool that was loaded late is defined where it was loaded. Among the first tools it would change every prompt.
+    The definition of a deferred tool appears where it was loaded. Adding it to the tools would change every prompt.
     """
     if block.type == "text":
         return block.text or ""

@@ -1,7 +1,7 @@
-"""The OpenAI Responses dialect: wire format to canonical messages and back. It knows no HTTP and no engine.
+"""The OpenAI Responses dialect: requests to canonical messages, and replies back to the wire format.
 
 Beyond OpenAI's fields, `return_token_ids` and `logprobs` add `prompt_token_ids`, `token_ids` and `logprobs` (floats) to
-the response object; in a stream, to that of `response.completed`. A tool may sit in a namespace or take text instead of
+the response object; in a stream, to that of `response.completed`. A tool may be in a namespace or take text instead of
 arguments. The policy sees plain functions: `agents.spawn`, and `{"input": text}`.
 """
 
@@ -14,21 +14,20 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from dockyard.gateway.dialects.chat import error_body
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
+from dockyard.chat_format import parse_arguments
 from dockyard.gateway.protocol import (
+    ModelReply,
     RefusedError,
-    Reply,
-    Served,
+    ServedModel,
     TokenFields,
-    arguments_object,
     event,
     function_tool,
     invalid,
     one_system,
+    openai_error,
     validate,
 )
-from dockyard.types import Json
+from dockyard.types import ASSISTANT, Json, Message, Prompt, ToolCall
 
 
 class _Format(BaseModel):
@@ -36,7 +35,7 @@ class _Format(BaseModel):
 
 
 class WireTool(BaseModel):
-    """A tool of any kind as a body has it."""
+    """A tool of any type in a request body."""
 
     type: str
     name: str | None = None
@@ -48,28 +47,28 @@ class WireTool(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTool:
-    """A tool as the agent calls it."""
+    """A tool as the agent knows it."""
 
     name: str
     namespace: str | None = None
     takes_text: bool = False
     function: Json = field(default_factory=dict[str, Any])
-    """What the policy sees."""
+    """The tool as the policy sees it."""
 
     def item(self, call: ToolCall) -> Json:
-        """The policy's call of it."""
+        """The output item for a call of this tool."""
         where = {} if self.namespace is None else {"namespace": self.namespace}
         named = {"call_id": call.id, "name": self.name, **where, "status": "completed"}
         if not self.takes_text:
             return new_item("function_call", "fc", **named, arguments=call.arguments_json())
-        # Text whatever the policy wrote: codex ends its run when such a tool is called with anything else.
+        # Always text, whatever the policy wrote: codex exits when such a tool is called with anything else.
         text = call.arguments.get("input")
         text = text if isinstance(text, str) else call.arguments_json()
         return new_item("custom_tool_call", "ctc", **named, input=text)
 
 
 def dotted(namespace: str | None, name: str) -> str:
-    """A tool's name for the policy."""
+    """The name that the policy uses for a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -82,7 +81,7 @@ def new_item(kind: str, prefix: str, **fields: Any) -> Json:
 
 
 def agent_tools(tools: Sequence[WireTool]) -> dict[str, AgentTool]:
-    """By the policy's names, the agent's own tools. Nobody here runs those that OpenAI's servers would run."""
+    """The agent's own tools by the policy's names. Tools that OpenAI's servers would run are left out."""
     return dict(_named("tools", tools, None))
 
 
@@ -102,7 +101,7 @@ def _named(place: str, tools: Sequence[WireTool], namespace: str | None) -> Iter
 
 
 def _text_function(name: str, tool: WireTool) -> Json:
-    """OpenAI would enforce the grammar of such a tool; here the policy has to read it."""
+    """A function for a tool that takes text. OpenAI enforces its grammar; here it is part of the description."""
     grammar = tool.format.definition if tool.format else None
     description = "\n\n".join(text for text in (tool.description, grammar) if text)
     parameters: Json = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -164,7 +163,7 @@ type _Item = Annotated[_Message | _Reasoning | _FunctionCall | _CustomCall | _Ca
 
 
 def _as_items(given: object) -> object:
-    """A text alone is the user's, and messages may leave out that they are messages."""
+    """A plain text is a user message, and a message may leave out its type."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
@@ -191,33 +190,33 @@ class _Body(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesCall:
-    """One request, and how its answer is to look."""
+class ResponsesRequest:
+    """One request, and the options of its response."""
 
     prompt: Prompt
     max_tokens: int | None
     stream: bool
     tokens: TokenFields
     tools: Mapping[str, AgentTool]
-    """By the name that the policy uses."""
+    """By the names that the policy uses."""
     head: Json
-    """What every response object of the answer repeats: id, time, model."""
+    """The fields that every response object repeats: id, time, model."""
     numbers: Iterator[int] = field(default_factory=count)
-    """Of the events of a stream, keep-alives included."""
+    """The sequence numbers of a stream's events, keep-alives included."""
 
-    def body(self, reply: Reply) -> Json:
+    def body(self, reply: ModelReply) -> Json:
         return self._completed(reply, self._items(reply.message))
 
-    def begin(self, reply: Reply | None = None) -> bytes:
+    def begin(self, reply: ModelReply | None = None) -> bytes:
         return self._event("response.created", response=self._object("in_progress"))
 
     def keep_alive(self) -> bytes:
         return self._event("response.in_progress", response=self._object("in_progress"))
 
-    def events(self, reply: Reply) -> bytes:
+    def events(self, reply: ModelReply) -> bytes:
         items = self._items(reply.message)
-        said = b"".join(part for index, item in enumerate(items) for part in self._item_events(index, item))
-        return said + self._event("response.completed", response=self._completed(reply, items))
+        content = b"".join(part for index, item in enumerate(items) for part in self._item_events(index, item))
+        return content + self._event("response.completed", response=self._completed(reply, items))
 
     def error_event(self, refused: RefusedError) -> bytes:
         error = {"code": refused.code, "message": refused.message}
@@ -227,11 +226,11 @@ class ResponsesCall:
         fixed: Json = {"output": [], "error": None, "incomplete_details": None, "tools": [], "tool_choice": "auto"}
         return {**self.head, "object": "response", "status": status, **fixed, "parallel_tool_calls": True}
 
-    def _completed(self, reply: Reply, items: list[Json]) -> Json:
-        """The finished response. A cut one counts as completed: `response.incomplete` would end codex's whole run."""
+    def _completed(self, reply: ModelReply, items: list[Json]) -> Json:
+        """The finished response. One cut at the token limit is completed too: codex exits on `response.incomplete`."""
         cut = {"reason": "max_output_tokens"} if reply.turn.finish.value == "length" else None
-        said: Json = {"output": items, "incomplete_details": cut, "usage": _usage(reply)}
-        return {**self._object("completed"), **said, **self.tokens.of(reply)}
+        fields: Json = {"output": items, "incomplete_details": cut, "usage": _usage(reply)}
+        return {**self._object("completed"), **fields, **self.tokens.of(reply)}
 
     def _items(self, message: Message) -> list[Json]:
         items: list[Json] = []
@@ -241,11 +240,11 @@ class ResponsesCall:
         if message.text or not (message.reasoning or message.calls):
             part: Json = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
             items.append(new_item("message", "msg", role=ASSISTANT, content=[part], status="completed"))
-        # A tool that nobody knows is the policy's invention: the agent will tell it so.
+        # The policy may have invented a tool; the agent answers with an error.
         return [*items, *(self.tools.get(call.name, AgentTool(name=call.name)).item(call) for call in message.calls)]
 
     def _item_events(self, index: int, item: Json) -> Iterator[bytes]:
-        """An item as a stream builds it: empty, filled, done."""
+        """The events of one item in a stream: added, filled, done."""
         yield self._event("response.output_item.added", output_index=index, item=_unfilled(item))
         for kind, fields in _filling(item):
             yield self._event(kind, item_id=item["id"], output_index=index, **fields)
@@ -256,18 +255,18 @@ class ResponsesCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Responses:
+class ResponsesDialect:
     """`/v1/responses`."""
 
-    served: Served
+    served: ServedModel
 
-    def parse(self, body: object) -> ResponsesCall:
+    def parse(self, body: object) -> ResponsesRequest:
         wire = validate(_Body, body)
         if wire.previous_response_id is not None or wire.conversation is not None:
-            invalid("no history is kept here: send all of it as `input`, not `previous_response_id` or `conversation`")
+            invalid("histories are not stored: send all of it as `input`, not `previous_response_id` or `conversation`")
         tools = agent_tools(wire.tools or ())
         head = {"id": new_id("resp"), "created_at": int(time.time()), "model": self.served.model_name}
-        return ResponsesCall(
+        return ResponsesRequest(
             prompt=_prompt(wire, [tool.function for tool in tools.values()]),
             max_tokens=wire.max_output_tokens,
             stream=bool(wire.stream),
@@ -277,10 +276,10 @@ class Responses:
         )
 
     def error(self, refused: RefusedError) -> Json:
-        return error_body(refused)
+        return openai_error(refused)
 
 
-def _usage(reply: Reply) -> Json:
+def _usage(reply: ModelReply) -> Json:
     return {
         "input_tokens": reply.num_prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -296,7 +295,7 @@ def _unfilled(item: Json) -> Json:
 
 
 def _filling(item: Json) -> Iterator[tuple[str, Json]]:
-    """The events between an item's beginning and its end, from which clients put it together."""
+    """The events between an item's `added` and `done`, from which clients assemble it."""
     match item["type"]:
         case "message":
             [part] = item["content"]
@@ -329,7 +328,7 @@ def _prompt(wire: _Body, tools: Sequence[Json]) -> Prompt:
 
 
 def _continues(turn: Message, part: Message) -> bool:
-    """Whether two items are of one assistant turn: first it thinks, then it speaks, then it calls tools."""
+    """Whether two items belong to one assistant turn, which is reasoning, then text, then tool calls."""
     if turn.role != ASSISTANT or part.role != ASSISTANT:
         return False
     return bool(part.calls) or not (part.reasoning or turn.text or turn.calls)
@@ -342,7 +341,7 @@ def _message(item: _Item) -> Message:
         case _Reasoning():
             return Message(ASSISTANT, "", _joined(item.content or item.summary or ()))
         case _FunctionCall():
-            return _called(item, arguments_object(item.arguments))
+            return _called(item, parse_arguments(item.arguments))
         case _CustomCall():
             return _called(item, {"input": item.input})
         case _CallOutput():
@@ -354,7 +353,7 @@ def _called(item: _FunctionCall | _CustomCall, arguments: Json) -> Message:
 
 
 def _output_text(part: _OutputPart) -> str:
-    """A picture in a tool's output is named, not refused: the policy asked for it, and the rollout must go on."""
+    """The text of a part of a tool's output. An image is named instead of refused, so that the rollout can continue."""
     return part.text if part.text is not None else f"[{part.type.removeprefix('input_')}]"
 
 

@@ -1,8 +1,8 @@
-"""A model's tokenizer, with one guarantee: text that spells a control token can be encoded as plain text.
+"""A model's tokenizer, which can encode text that spells a control token as plain text.
 
-Some control tokens only arise where a template joins text to its own, as in `<parameter=` + key + `>`; shielding each
-text does not see those. Text that holds a fragment of a control token is therefore rendered again without the fragment,
-and both renderings must contain the same control tokens.
+Some control tokens appear only where a template joins a text to its own, as in `<parameter=` + key + `>`. Shielding
+each text alone does not catch those. A prompt with a fragment of a control token is therefore rendered a second time
+without the fragment, and both renderings must contain the same control tokens.
 """
 
 import json
@@ -15,21 +15,20 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from dockyard.gateway.messages import Message, Prompt, ToolCall
-from dockyard.types import IntArray, Json
+from dockyard.types import IntArray, Json, Message, Prompt, ToolCall
 
 _LONGEST = 40
-"""Control tokens are shorter than this."""
+"""Longer control tokens are not searched for fragments."""
 
 
 class Codec:
-    """The tokenizer, twice: as it is, and without its control tokens for text that only looks like them."""
+    """Holds the tokenizer twice: as it is, and without its control tokens, for text that only spells them."""
 
     def __init__(self, tokenizer: Json) -> None:
         self.control_ids = _control_ids(tokenizer)
         self._ids = frozenset(self.control_ids.values())
         self._full = Tokenizer.from_str(json.dumps(tokenizer))
-        self._nonce = secrets.token_hex(8)  # nobody outside can spell a placeholder
+        self._nonce = secrets.token_hex(8)  # so that no text can spell a placeholder
         self._plain = Tokenizer.from_str(json.dumps(_without_control_tokens(tokenizer, self._nonce)))
         self._control = re.compile("|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True))) or "(?!)")
         self._hidden = re.compile(re.escape(self.placeholder("#")).replace(r"\#", "([0-9]+)"))
@@ -44,24 +43,24 @@ class Codec:
         return self._full.get_vocab_size()
 
     def placeholder(self, name: str) -> str:
-        """Text that stands for something else while the template runs."""
+        """Text that takes the place of something else while the template runs."""
         return f"\ue000{self._nonce}:{name}\ue001"
 
     def spells_control(self, text: str) -> bool:
-        """Would this text become a control token if it were encoded as it is?"""
+        """Whether this text would become a control token if it were encoded as it is."""
         return self.shield(text) != text
 
     def shield(self, text: str) -> str:
-        """Put placeholders where the text spells a control token."""
+        """Replace each spelled control token by a placeholder."""
         normalizer = self._full.normalizer if self._normalises else None
         if normalizer is not None and self._control.search(normal := normalizer.normalize_str(text)):
-            text = normal  # some tokenizers look for control tokens only after normalising
+            text = normal  # some tokenizers find control tokens only after normalising
         return self._control.sub(lambda match: self.placeholder(str(self.control_ids[match[0]])), text)
 
     def encode(self, text: str) -> IntArray:
-        """Ids of rendered text. Placeholders become the text they stand for, in ordinary tokens."""
+        """Encode rendered text. Placeholders become the text that they replace, in ordinary tokens."""
         if not self._hidden.search(text):
-            # As a batch of one, because that lets other threads run meanwhile.
+            # A batch of one, because that releases the GIL.
             return np.array(self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         encoding = self._full.encode_batch([text], add_special_tokens=False)[0]
         ids: list[int] = []
@@ -73,34 +72,34 @@ class Codec:
         return np.array([*ids, *self._encode_plain(text[start:])], np.int32)
 
     def encode_after(self, before: str, text: str) -> IntArray:
-        """Ids of text that follows other text, of which the ids are settled: no token reaches across."""
+        """Encode text that follows other text whose ids are fixed, so that no token may span both."""
         anchor = self.from_last_control(before)
         head, whole = self.encode(anchor), self.encode(anchor + text)
         return whole[len(head) :] if np.array_equal(whole[: len(head)], head) else self.encode(text)
 
     def is_fragment(self, text: str) -> bool:
-        """Could this text become a control token together with what is printed before or after it?"""
+        """Whether this text could become a control token together with the text before or after it."""
         return bool(self._begun.search(text[-_LONGEST:]) or self._ended.match(text[:_LONGEST]))
 
     def is_middle(self, name: str) -> bool:
-        """Could this name become a control token between `<` and `>`, or the like?"""
+        """Whether this name could become a control token between `<` and `>` or similar."""
         return name in self._middles
 
     def num_control(self, ids: IntArray) -> int:
         return int(np.isin(ids, list(self._ids)).sum())
 
     def to_first_control(self, text: str) -> str:
-        """The text up to and with its first control token; empty if there is none."""
+        """The text up to and including its first control token; empty if there is none."""
         first = self._control.search(text)
         return text[: first.end()] if first else ""
 
     def from_last_control(self, text: str) -> str:
-        """The text from its last control token on; all of it if there is none."""
+        """The text from its last control token; all of it if there is none."""
         starts = [match.start() for match in self._control.finditer(text)]
         return text[starts[-1] :] if starts else text
 
     def token_id(self, token: str) -> int | None:
-        """The id of a single token by its text; None if there is no such token."""
+        """The id of the token with this text; None if there is none."""
         return self._full.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -117,7 +116,7 @@ def _any_of(texts: set[str], form: str) -> re.Pattern[str]:
 
 
 def _without_control_tokens(tokenizer: Json, nonce: str) -> Json:
-    """The same tokenizer, unable to produce a control token from any text."""
+    """The same tokenizer, changed so that no text produces a control token."""
     model: Json = tokenizer["model"]
     control = set(_control_ids(tokenizer)) - {model.get("unk_token")}
     ordinary = [token for token in _added_tokens(tokenizer) if token["content"] not in _control_ids(tokenizer)]
@@ -125,7 +124,7 @@ def _without_control_tokens(tokenizer: Json, nonce: str) -> Json:
 
 
 _ORDINARY = re.compile(r"[\s▁]*|</?(?!think>)[a-z]+[0-9]?>")
-"""Added tokens that are only words to the model, unless flagged special: runs of blanks, HTML tags (Gemma has them)."""
+"""Added tokens that are plain text unless flagged special: runs of spaces, HTML tags (Gemma has them)."""
 
 
 def _control_ids(tokenizer: Json) -> dict[str, int]:
@@ -141,7 +140,7 @@ def _added_tokens(tokenizer: Json) -> list[Json]:
 
 
 def _renamed(vocab: dict[str, int] | list[list[Any]], control: set[str], nonce: str) -> object:
-    """Control tokens listed as ordinary pieces get names that no text can spell; their ids stay taken."""
+    """Rename control tokens that the vocabulary lists, so that no text can spell them. Their ids stay in use."""
 
     def rename(piece: str) -> str:
         return f"\ufdd0{nonce}{piece}" if piece in control else piece
@@ -152,18 +151,18 @@ def _renamed(vocab: dict[str, int] | list[list[Any]], control: set[str], nonce: 
 
 
 _SCHEMA_WORDS = frozenset("type function name description parameters properties required items enum default".split())
-"""Keys that templates look up; the rest of a tool's keys are the harness's own."""
+"""Keys that templates look up. The other keys of a tool are the harness's own."""
 
 
 def without_fragments(prompt: Prompt, codec: Codec) -> Prompt | None:
-    """The prompt with harmless words where a text is part of a control token; None if there is none."""
-    tame = _Tamer(codec)
-    messages = tuple(tame.message(message) for message in prompt.messages)
-    tools = tuple(cast("Json", tame.json(tool)) for tool in prompt.tools)
-    return replace(prompt, messages=messages, tools=tools) if tame.num_changed else None
+    """The prompt with fragments of control tokens replaced by harmless words; None if it has no fragments."""
+    replacer = _FragmentReplacer(codec)
+    messages = tuple(replacer.message(message) for message in prompt.messages)
+    tools = tuple(cast("Json", replacer.json(tool)) for tool in prompt.tools)
+    return replace(prompt, messages=messages, tools=tools) if replacer.num_changed else None
 
 
-class _Tamer:
+class _FragmentReplacer:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self.num_changed = 0
@@ -172,7 +171,7 @@ class _Tamer:
         return self._harmless() if self._codec.is_fragment(text) else text
 
     def name(self, name: str) -> str:
-        """Templates put names between their own tags."""
+        """Replace a name, which templates print between their own tags."""
         if name in _SCHEMA_WORDS:
             return name
         return self._harmless() if self._codec.is_middle(name) else self.text(name)

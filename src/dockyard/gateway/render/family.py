@@ -1,7 +1,7 @@
-"""The `renderers` package behind our own seam: model families it renders, and its parsers for the rest.
+"""The model families that the `renderers` package renders, behind an interface of ours.
 
-A family is chosen by proof, not by name: it has to render the probes below to the very ids of the folder's own
-template. Imported late, because the package brings the OpenAI client along.
+A family is chosen by testing, not by name: it must render the probes below to the same ids as the model folder's own
+template. The package is imported late, because it imports the OpenAI client.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,22 +14,21 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.splice import TemplateRenderer, template_message
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
 log = logging.getLogger(__name__)
 
 _PLAIN = {"default", "auto", "custom"}
-"""Entries of the package's registry that are no family."""
+"""Entries of the package's registry that are not model families."""
 _NEARBY = 1024
-"""Ids at the end of a prompt that always count among its last messages."""
+"""Ids at the end of a prompt that always belong to its last messages."""
 
 
 class PlainTokenizer:
-    """What `renderers` asks of a tokenizer."""
+    """The tokenizer interface that `renderers` expects."""
 
     def __init__(self, codec: Codec, name: str, eos_ids: frozenset[int]) -> None:
         self._codec = codec
@@ -50,18 +49,18 @@ class PlainTokenizer:
 
 
 class Family:
-    """A model family's own renderer."""
+    """The renderer of one model family."""
 
     def __init__(self, name: str, codec: Codec, renderer: Any) -> None:
         self.name = name
         self._codec = codec
         self._renderer = renderer
-        self._lock = Lock()  # the package's renderers are not made for several threads
+        self._lock = Lock()  # the package's renderers are not thread-safe
         self.stop_ids: frozenset[int] = frozenset(renderer.get_stop_token_ids())
 
     @classmethod
     def find(cls, name: str, codec: Codec, template: TemplateRenderer, eos_ids: frozenset[int]) -> Self | None:
-        """The family whose rendering is this template's, if there is one."""
+        """The family that renders as this template does; None if there is none."""
         tokenizer = PlainTokenizer(codec, name, eos_ids)
         for family_name, renderer in _candidates(tokenizer):
             family = cls(family_name, codec, renderer)
@@ -70,7 +69,7 @@ class Family:
         return None
 
     def prompt(self, prompt: Prompt) -> IntArray | None:
-        """The ids of a whole history; None where a text in it spells a control token, which the package would obey."""
+        """The ids of a whole history; None if a text spells a control token, which the package would not escape."""
         messages = _wire(prompt.messages)
         if self._spells_control(messages) or self._spells_control(prompt.tools):
             return None
@@ -86,7 +85,7 @@ class Family:
         new: Sequence[Message],
         tools: Sequence[Json],
     ) -> IntArray | None:
-        """All ids that follow `prefix` (a prompt and what was sampled on it), closing the turn if it is open."""
+        """The ids that follow `prefix` (prompt and sampled ids), including the end of the turn if it is still open."""
         messages = _wire([Message(ASSISTANT, "", calls=tuple(calls)), *new])[1:]
         if self._spells_control(messages):
             return None
@@ -97,14 +96,14 @@ class Family:
         return np.array(bridged.token_ids[len(before) + len(sampled) :], np.int32)
 
     def parse(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Any:
-        """The package's `ParsedResponse`."""
+        """Parse a reply into the package's `ParsedResponse`."""
         with self._lock:
             return self._renderer.parse_response(
                 sampled_ids.tolist(), prompt_ids=self._tail(prompt_ids), tools=list(tools) or None
             )
 
     def _tail(self, prompt_ids: IntArray) -> list[int]:
-        """A prompt's last messages: the package looks no further back, and long lists are slow."""
+        """The ids of a prompt's last messages. The package reads no further back, and long lists are slow."""
         earlier = prompt_ids[:-_NEARBY]
         last_ends = (np.flatnonzero(earlier == stop_id)[-1:] for stop_id in self.stop_ids)
         start = max((int(at) for ends in last_ends for at in ends), default=0)
@@ -119,12 +118,12 @@ class Family:
         return ids is not None and np.array_equal(ids, expected)
 
     def _try(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A family that does not fit fails in its own way (asserts, missing tokens); then the template decides."""
+        """Call a method; None if it raises, which a family that does not fit does in many ways."""
         with self._lock:
             try:
                 return method(*args, **kwargs)
             except Exception as error:
-                log.debug("renderers' `%s` refuses: %s: %s", self.name, type(error).__name__, error)
+                log.debug("renderers' `%s` failed: %s: %s", self.name, type(error).__name__, error)
                 return None
 
     def _spells_control(self, value: Any) -> bool:
@@ -136,7 +135,7 @@ class Family:
 
 
 def _candidates(tokenizer: PlainTokenizer) -> Iterator[tuple[str, Any]]:
-    """The package's renderers for this tokenizer, the one its table names for the model first."""
+    """The package's renderers for this tokenizer, starting with the one that it lists for the model."""
     from renderers.base import MODEL_RENDERER_MAP, create_renderer
     from renderers.configs import config_from_name
 
@@ -149,11 +148,11 @@ def _candidates(tokenizer: PlainTokenizer) -> Iterator[tuple[str, Any]]:
         try:
             yield name, create_renderer(tokenizer, _configured(type(config)))
         except Exception as error:  # most tokenizers lack most families' tokens
-            log.debug("renderers' `%s` does not take this tokenizer: %s", name, error)
+            log.debug("renderers' `%s` does not support this tokenizer: %s", name, error)
 
 
 def _configured(kind: Any) -> Any:
-    # Thinking stays in the history: what was sampled is what the next turn is sampled after.
+    # Reasoning stays in the history, because the next turn is sampled after it.
     settings = {"thinking_retention": "all"}
     if "date_string" in kind.model_fields:
         settings["date_string"] = datetime.now().strftime("%d %b %Y")

@@ -1,10 +1,10 @@
-"""Parse what the policy sampled into a message (thoughts, text, tool calls), and encode a message back into ids.
+"""Parses sampled ids into a message (reasoning, text, tool calls), and encodes a message as the model would sample it.
 
-The parsed message is only the agent's copy; the ids are what is recorded. A call that is not valid JSON stays text.
+The parsed message is only what the agent receives; the record keeps the ids. A call that is not valid JSON stays text.
 
-Encoding gives the ids that the model would have sampled. A template prints what a model never samples (the line break
-after a turn, an empty thought before it) and may leave out what it did sample. What the template prints after its own
-generation prompt, up to the token that ends a turn, is what the model said.
+A template prints text that a model never samples (the line break after a turn, empty reasoning before it) and may leave
+out text that it did sample. The encoding is what the template prints between its generation prompt and the token that
+ends the turn.
 """
 
 import logging
@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from dockyard.gateway.messages import ASSISTANT, Message, ToolCall
-from dockyard.gateway.protocol import strict_object
+from dockyard.chat_format import strict_object
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.family import Family, PlainTokenizer
 from dockyard.gateway.render.splice import CallFormat, TemplateRenderer, plain_messages
 from dockyard.gateway.render.template import TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, ToolCall
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -32,7 +31,7 @@ type Parser = Callable[[IntArray, IntArray, Sequence[Json]], Any]
 
 
 class ReplyParser:
-    """Reads one model's replies."""
+    """Parses the replies of one model."""
 
     def __init__(self, codec: Codec, parse: Parser | None, stop_ids: frozenset[int]) -> None:
         self._codec = codec
@@ -46,15 +45,15 @@ class ReplyParser:
         return cls(codec, family.parse if family else _format_parser(codec, call_format, stop_ids), stop_ids)
 
     def message(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Message:
-        """The reply as its agent gets it. Nothing a policy can sample makes this fail."""
+        """Parse a reply for the agent. This never raises, whatever the policy sampled."""
         ids = sampled_ids.tolist()
         text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stop_ids else ids)
         if self._parse is None:
             return _plain_text_calls(text) if tools else Message(ASSISTANT, text)
         try:
             parsed = self._parse(sampled_ids, prompt_ids, tools)
-        except Exception as error:  # a parser that stumbles over a reply must not end the rollout
-            log.warning("a reply could not be parsed and is passed on as text: %s: %s", type(error).__name__, error)
+        except Exception as error:  # a parser error must not end the rollout
+            log.warning("a reply could not be parsed and is sent as text: %s: %s", type(error).__name__, error)
             return Message(ASSISTANT, text)
         return self._message(parsed, ids)
 
@@ -73,7 +72,7 @@ class ReplyParser:
 
 
 def _tool_call(name: object, arguments: object, native_id: str | None = None) -> ToolCall | None:
-    """A call that an agent can be given; None if it is not a name with a JSON object."""
+    """A call for the agent; None if it is not a name with a JSON object."""
     values = strict_object(arguments)
     if not isinstance(name, str) or not name or values is None:
         return None
@@ -85,7 +84,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def _plain_text_calls(text: str) -> Message:
-    """Calls as the preamble asks for them. No token marks them, so the text does."""
+    """Parse calls in the form that the preamble describes. They are marked by text, not by tokens."""
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -140,7 +139,7 @@ _OPEN_THOUGHT = re.compile(rf"{_BEGIN}\s*\Z")
 
 
 class ReplyWriter:
-    """Writes one model's replies."""
+    """Encodes replies of one model."""
 
     def __init__(self, codec: Codec, template: TemplateRenderer, stop_ids: frozenset[int]) -> None:
         self._codec = codec
@@ -153,7 +152,7 @@ class ReplyWriter:
         self.keeps_thoughts = self._find_thoughts()
 
     def ids(self, message: Message, tools: Sequence[Json]) -> IntArray | None:
-        """With the token that ends the turn. None if the template does not show how the model would say it."""
+        """The ids with the token that ends the turn; None if they cannot be derived from the template."""
         if self._template.call_format is CallFormat.PREAMBLE:
             [message], tools = plain_messages([message]), ()
         message, shown = self._thought_apart(message), self._template.shown_tools(tools)
@@ -163,7 +162,7 @@ class ReplyWriter:
         return None if text is None else self._codec.encode_after(before, text)
 
     def _said(self, before: str, whole: str, message: Message) -> str | None:
-        """What stands behind the handing over."""
+        """The part after the generation prompt; None if it cannot be separated."""
         if whole.startswith(before):
             said = whole[len(before) :]
             return said if message.reasoning else said.removeprefix(self._opening)
@@ -183,7 +182,7 @@ class ReplyWriter:
         return said[: stops[-1].end()] if stops and not said[stops[-1].end() :].strip() else None
 
     def _thought_apart(self, message: Message) -> Message:
-        """A thought that somebody left in the text; the model samples its ends as the tokens they are."""
+        """Move reasoning out of the text, because the model samples its tags as control tokens."""
         if not self._thinks or message.reasoning or _END not in message.text:
             return message
         thought, _, text = message.text.partition(_END)
@@ -193,7 +192,7 @@ class ReplyWriter:
         return replace(message, reasoning=thought.strip("\n"), text=text.lstrip("\n"))
 
     def _find_frame(self) -> tuple[str, str]:
-        """What the template puts before a last turn but not before others, and behind the end of one."""
+        """What the template prints before the last turn only, and after the end of a turn."""
         turn = Message(ASSISTANT, self._turn)
         try:
             before = self._template.text([_USER], (), prompt=True)
@@ -206,7 +205,7 @@ class ReplyWriter:
         return head[len(before) :] if optional else "", tail.removeprefix(self._codec.to_first_control(tail))
 
     def _find_thoughts(self) -> bool:
-        """Does a turn show what was thought before it?"""
+        """Whether the template prints the reasoning of a turn."""
         message = Message(ASSISTANT, ".", self._turn)
         try:
             before = self._template.text([_USER], (), prompt=True)

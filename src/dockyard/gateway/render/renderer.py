@@ -1,7 +1,7 @@
-"""A model folder's way of writing: histories to prompt ids, sampled ids to messages. No torch, no transformers.
+"""Renders histories to prompt ids and parses sampled ids, for the model in a folder. Needs no torch or transformers.
 
-Text inside a message that spells a control token (`<|im_end|>`, `<think>`) stays text: a tool's output must not be
-able to end a turn or to forge one.
+Text inside a message that spells a control token (`<|im_end|>`, `<think>`) stays text, so that the output of a tool
+cannot end a turn or forge one.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 
 from dockyard.errors import DockyardError
-from dockyard.gateway.messages import Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec, without_fragments
 from dockyard.gateway.render.family import Family
 from dockyard.gateway.render.parse import ReplyParser, ReplyWriter
@@ -26,12 +25,12 @@ from dockyard.gateway.render.template import (
     read_config,
     template_source,
 )
-from dockyard.types import IntArray, Json, Rollout
+from dockyard.types import IntArray, Json, Message, Prompt, Rollout, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How a model's prompts are built, for people to read."""
+    """A readable summary of how a model's prompts are built."""
 
     renderer: str
     """`renderers:NAME`, or `template` for the generic splicer."""
@@ -41,7 +40,7 @@ class Rendering:
 
 
 class Renderer:
-    """Turns histories into prompt ids and sampled ids into messages, as one model's template and tokenizer say."""
+    """Converts histories to prompt ids and sampled ids to messages, with the template and tokenizer of one model."""
 
     def __init__(self, codec: Codec, template: TemplateRenderer, family: Family | None, eos: frozenset[int]) -> None:
         self._codec = codec
@@ -56,7 +55,7 @@ class Renderer:
     def load(cls, model_dir: Path, name: str = "") -> Self:
         """Read `tokenizer.json`, the chat template and the end-of-turn ids of a model folder.
 
-        `name` is the model's name on the Hub, a hint at its family.
+        `name` is the model's name on the Hub. It decides which family is tried first.
         """
         tokenizer_file = model_dir / "tokenizer.json"
         if not tokenizer_file.is_file():
@@ -68,10 +67,10 @@ class Renderer:
             renderer = cls._read(model_dir, name)
         except DockyardError:
             raise
-        except Exception as error:  # each reader raises its own; the folder is what the user can change
+        except Exception as error:  # each library raises its own errors; the user can change only the folder
             raise DockyardError(
                 f"the tokenizer in `{model_dir}` cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
-                hint="save it anew with `AutoTokenizer(...).save_pretrained(folder)`",
+                hint="save it again with `AutoTokenizer(...).save_pretrained(folder)`",
             ) from error
         if not renderer.stop_ids:
             raise DockyardError(
@@ -98,19 +97,19 @@ class Renderer:
         )
 
     def prompt(self, prompt: Prompt) -> IntArray:
-        """The ids of a whole history, up to where the model is to speak."""
+        """The ids of a whole history, including the generation prompt."""
         ids = self._prompt(prompt)
-        tame = without_fragments(prompt, self._codec)
-        if tame is not None:
-            self._compare(ids, self._prompt(tame))
+        harmless = without_fragments(prompt, self._codec)
+        if harmless is not None:
+            self._compare(ids, self._prompt(harmless))
         return ids
 
     def _prompt(self, prompt: Prompt) -> IntArray:
         ids = self._family.prompt(prompt) if self._family else None
         return self._template.prompt(prompt) if ids is None else ids
 
-    def _compare(self, ids: IntArray, tame_ids: IntArray | None) -> None:
-        if tame_ids is None or self._codec.num_control(ids) != self._codec.num_control(tame_ids):
+    def _compare(self, ids: IntArray, harmless_ids: IntArray | None) -> None:
+        if harmless_ids is None or self._codec.num_control(ids) != self._codec.num_control(harmless_ids):
             raise TemplateRejectionError("a name or a text in the history would become a control token of the model")
 
     def extend(
@@ -120,14 +119,14 @@ class Renderer:
         new: Sequence[Message],
         tools: Sequence[Json],
     ) -> IntArray | None:
-        """A prompt that keeps `prefix` (a prompt and what was sampled on it) to the id and goes on with `new`.
+        """A prompt that keeps the ids of `prefix` (prompt and sampled ids) and appends `new`.
 
-        `calls` are those of the sampled turn. None if `new` cannot be rendered on its own.
+        `calls` are the tool calls of the sampled turn. None if `new` cannot be rendered on its own.
         """
         ids = self._extend(prefix, calls, new, tools)
-        tame = without_fragments(Prompt(tuple(new)), self._codec)
-        if ids is not None and tame is not None:
-            self._compare(ids, self._extend(prefix, calls, tame.messages, tools))
+        harmless = without_fragments(Prompt(tuple(new)), self._codec)
+        if ids is not None and harmless is not None:
+            self._compare(ids, self._extend(prefix, calls, harmless.messages, tools))
         return ids
 
     def _extend(
@@ -147,42 +146,42 @@ class Renderer:
         return np.concatenate([before, self._template.close(before, self.stop_ids), suffix])
 
     def reply(self, message: Message, tools: Sequence[Json]) -> IntArray:
-        """The ids that the model would have sampled to say this, with the one that ends the turn."""
+        """The ids that the model would have sampled for this message, with the token that ends the turn."""
         ids = self._writer.ids(message, tools)
         if ids is None:
             raise TemplateRejectionError("the chat template does not show how the model ends such a turn")
-        tame = without_fragments(Prompt((message,)), self._codec)
-        if tame is not None:
-            self._compare(ids, self._writer.ids(tame.messages[0], tools))
+        harmless = without_fragments(Prompt((message,)), self._codec)
+        if harmless is not None:
+            self._compare(ids, self._writer.ids(harmless.messages[0], tools))
         return ids
 
     @property
     def keeps_thoughts(self) -> bool:
-        """Does the template show what was thought before a reply? If not, a thought cannot be rendered."""
+        """Whether the template prints the reasoning of a reply. If not, reasoning cannot be rendered."""
         return self._writer.keeps_thoughts
 
     def message(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Message:
-        """What the policy said: thoughts, text and tool calls, each call with an id of ours."""
+        """Parse a reply into reasoning, text and tool calls. Each call gets a new id."""
         return self._replies.message(sampled_ids, prompt_ids, tools)
 
     def transcript(self, rollout: Rollout) -> str:
-        """A rollout as the model saw it, control tokens and all; its segments one after the other."""
+        """The decoded segments of a rollout with their control tokens, one after the other."""
         return "\n\n".join(self._codec.decode(segment.token_ids.tolist()) for segment in rollout.segments)
 
     @property
     def max_ids(self) -> int:
-        """Ids are below this. Models have a few more than their tokenizer, to make a round number."""
+        """An upper bound of ids. Models often have a few more ids than their tokenizer, as padding."""
         return self._codec.vocab_size + 1024
 
     def text(self, ids: IntArray) -> str:
-        """What ids say, control tokens and all."""
+        """Decode ids, with their control tokens."""
         return self._codec.decode(ids.tolist())
 
     def token_text(self, token_id: int) -> str:
         return self._codec.decode([token_id])
 
     def text_ids(self, text: str) -> IntArray:
-        """The ids of plain text, to compare a tokenizer with."""
+        """Encode plain text, for comparing tokenizers."""
         return self._codec.encode(self._codec.shield(text))
 
 

@@ -1,12 +1,12 @@
-"""Make any Jinja chat template able to render new messages alone, to follow a turn exactly as it was sampled.
+"""Renders new messages alone with any Jinja chat template, to append them to a turn exactly as it was sampled.
 
-New messages are rendered behind a stand-in for the sampled turn. The cut is at the token that ends a turn, which no
-merge crosses, so the line break that templates print there and models never sample is part of the result. Whether a
-template allows this is tested when it is loaded.
+New messages are rendered after a placeholder for the sampled turn, and the output is cut at the token that ends a turn.
+No tokenizer merge crosses that token, and the line break that templates print after it is part of the result. Whether
+a template allows this is tested when it is loaded.
 
-Templates without tools get them in the system text. Calls are JSON between `<tool_call>` tags, the form that most open
-models have seen; results come back as user messages between `<tool_response>` tags. `docs/concepts/gateway.md` shows
-it.
+For templates that do not support tools, the tools are described in the system text. Calls are JSON between
+`<tool_call>` tags, the form that most open models were trained on; results are user messages between `<tool_response>`
+tags. `docs/concepts/gateway.md` shows an example.
 """
 
 import json
@@ -17,10 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from dockyard.gateway.messages import ASSISTANT, Message, Prompt, ToolCall
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.template import ChatTemplate, TemplateRejectionError
-from dockyard.types import IntArray, Json
+from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
 _TOOLS = """# Tools
 
@@ -37,7 +36,7 @@ Its result is given to you between <tool_response> tags."""
 
 
 def without_tools(prompt: Prompt) -> Prompt:
-    """The same prompt in plain messages."""
+    """The same prompt without tools and tool calls, which become text."""
     messages = plain_messages(prompt.messages)
     if prompt.tools:
         text = _TOOLS.format(tools="\n".join(map(_line, prompt.tools)))
@@ -47,7 +46,7 @@ def without_tools(prompt: Prompt) -> Prompt:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """Calls become text, and the results that follow each other become one message of the user."""
+    """Convert calls to text, and each run of tool results to one user message."""
     plain: list[Message] = []
     results: list[str] = []
     for message in messages:
@@ -78,20 +77,20 @@ def _line(tool: Json) -> str:
 
 
 class CallFormat(StrEnum):
-    """How a template writes tool calls, and so how the policy does."""
+    """The format in which a template prints tool calls, and in which the policy therefore writes them."""
 
     HERMES = "hermes"
     """`<tool_call>{"name", "arguments"}</tool_call>`, as Qwen2.5 and Qwen3."""
     XML = "xml"
     """`<tool_call><function=name><parameter=key>value`, as Qwen3-Coder."""
     LLAMA = "llama"
-    """`{"name", "parameters"}` and nothing else, as Llama 3."""
+    """Only `{"name", "parameters"}`, as Llama 3."""
     PREAMBLE = "preamble"
-    """The template knows no tools: they are told in the system text (`preamble.py`)."""
+    """The template does not support tools. They are described in the system text."""
 
 
 class _Calls(StrEnum):
-    """Where the stand-in turn has its tool calls. Some templates print no text beside them, some want them."""
+    """Where the placeholder turn has its tool calls: some templates print no text with calls, some require calls."""
 
     NONE = "none"
     BESIDE = "beside"
@@ -99,10 +98,10 @@ class _Calls(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _StandIn:
+class _PlaceholderTurn:
     calls: _Calls
     with_tools: bool
-    """Slower: the tools are rendered each time only to be cut away."""
+    """Slower: the tools are rendered each time and then cut away."""
 
 
 _TOOL: Json = {
@@ -118,7 +117,7 @@ _USER = Message("user", ".")
 
 
 class TemplateRenderer:
-    """One chat template with its tokenizer."""
+    """A chat template with its tokenizer."""
 
     def __init__(self, codec: Codec, template: ChatTemplate) -> None:
         self._codec = codec
@@ -128,58 +127,58 @@ class TemplateRenderer:
         self.close_ids: list[int] = codec.encode(self._turn_end).tolist()
         self.call_format = self._find_call_format()
         self._default_system = self._find_default_system()
-        self._stand_in = self._find_stand_in()
+        self._placeholder = self._find_placeholder()
 
     @property
     def splices(self) -> bool:
-        """Can messages be rendered on their own?"""
-        return self._stand_in is not None
+        """Whether messages can be rendered on their own."""
+        return self._placeholder is not None
 
     def prompt(self, prompt: Prompt) -> IntArray:
-        """The ids of a whole history, up to where the model is to speak."""
+        """The ids of a whole history, including the generation prompt."""
         if self.call_format is CallFormat.PREAMBLE:
             prompt = without_tools(prompt)
         return self._codec.encode(self.text(prompt.messages, prompt.tools, prompt=True))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Json], *, prompt: bool) -> str:
-        """What the template prints, with placeholders for what only spells a control token."""
+        """What the template prints, with placeholders for text that only spells a control token."""
         if self._default_system is not None and messages[0].role != "system":
-            # Said here rather than by the template, which may leave it out when it renders the same history otherwise.
+            # Added here, because the template may leave it out in another rendering of the same history.
             messages = (Message("system", self._default_system), *messages)
         return self._template.render(self._wire(messages), self._shield(tools), prompt=prompt)
 
     def shown_tools(self, tools: Sequence[Json]) -> Sequence[Json]:
-        """Those without which a single turn would be rendered otherwise."""
-        return tools if self._stand_in is None or self._stand_in.with_tools else ()
+        """The tools that must be passed to render a single turn correctly."""
+        return tools if self._placeholder is None or self._placeholder.with_tools else ()
 
     def suffix(self, calls: Sequence[ToolCall], new: Sequence[Message], tools: Sequence[Json]) -> IntArray | None:
-        """The ids of messages that follow a closed turn with these calls; None if they cannot be rendered alone."""
-        if self._stand_in is None:
+        """The ids of messages after a finished turn with these calls; None if they cannot be rendered alone."""
+        if self._placeholder is None:
             return None
-        text = self._suffix_text(self._stand_in, [_USER], calls, new, tools)
-        if text is None and len(calls) > 1:  # some templates want one call a turn, whatever the policy does
-            text = self._suffix_text(self._stand_in, [_USER], calls[:1], new, tools)
+        text = self._suffix_text(self._placeholder, [_USER], calls, new, tools)
+        if text is None and len(calls) > 1:  # some templates allow only one call per turn
+            text = self._suffix_text(self._placeholder, [_USER], calls[:1], new, tools)
         return None if text is None else self._codec.encode(text)[len(self.close_ids) :]
 
     def close(self, prefix: IntArray, stop_ids: frozenset[int]) -> IntArray:
-        """The ids that end the turn `prefix` stops in: none if it is closed, else what the template would print."""
+        """The ids that the template would print to end the turn that `prefix` stops in; empty if it has ended."""
         if len(prefix) and int(prefix[-1]) in self.close_ids[-1:]:
             return np.empty(0, np.int32)
         return np.array([*self._open_thought(prefix, stop_ids), *self.close_ids], np.int32)
 
     def _suffix_text(
         self,
-        stand_in: _StandIn,
+        placeholder: _PlaceholderTurn,
         head: Sequence[Message],
         calls: Sequence[ToolCall],
         new: Sequence[Message],
         tools: Sequence[Json],
     ) -> str | None:
-        """What the template prints from the end of the stand-in turn on; None if that cannot be told apart."""
+        """What the template prints from the end of the placeholder turn; None if that cannot be separated."""
         if self.call_format is CallFormat.PREAMBLE:
             calls, new, tools = (), plain_messages(new), ()
-        turn = self._stand_in_turn(stand_in, calls)
-        shown = tools if stand_in.with_tools else ()
+        turn = self._placeholder_turn(placeholder, calls)
+        shown = tools if placeholder.with_tools else ()
         text = self._after([*head, turn, *new], shown, prompt=True)
         printed_calls = self._printed_calls([*head, turn], shown) if turn.calls else ""
         begin = None if printed_calls is None else printed_calls + self._turn_end
@@ -188,12 +187,12 @@ class TemplateRenderer:
         return text.removeprefix(printed_calls or "")
 
     def _printed_calls(self, messages: Sequence[Message], tools: Sequence[Json]) -> str | None:
-        """What of the stand-in turn's calls comes after the stand-in itself."""
+        """What the template prints for the calls of the placeholder turn after the placeholder itself."""
         text = self._after(messages, tools)
         return text[: text.rindex(self._turn_end)] if text and self._turn_end in text else None
 
-    def _stand_in_turn(self, stand_in: _StandIn, calls: Sequence[ToolCall]) -> Message:
-        match stand_in.calls:
+    def _placeholder_turn(self, placeholder: _PlaceholderTurn, calls: Sequence[ToolCall]) -> Message:
+        match placeholder.calls:
             case _Calls.BESIDE if calls:
                 return Message(ASSISTANT, self._turn, calls=tuple(calls))
             case _Calls.NAMED if calls:
@@ -203,7 +202,7 @@ class TemplateRenderer:
                 return Message(ASSISTANT, self._turn)
 
     def _after(self, messages: Sequence[Message], tools: Sequence[Json] = (), *, prompt: bool = False) -> str | None:
-        """What the template prints after the stand-in turn; None if it refuses or does not print that turn once."""
+        """What the template prints after the placeholder; None if it raises or does not print the placeholder once."""
         try:
             parts = self._template.render(self._wire(messages), self._shield(tools), prompt=prompt).split(self._turn)
         except TemplateRejectionError:
@@ -215,11 +214,11 @@ class TemplateRenderer:
         return self._shield([template_message(message, names) for message in messages])
 
     def _shield[T](self, value: T) -> T:
-        """No text inside may become a control token, wherever it stands."""
+        """Shield all texts inside a value, so that none of them becomes a control token."""
         return _map_text(value, self._codec.shield)
 
     def _open_thought(self, prefix: IntArray, stop_ids: frozenset[int]) -> list[int]:
-        """`</think>` if the unfinished turn stops inside a thought."""
+        """The id of `</think>` if the unfinished turn stops inside its reasoning."""
         begin, end = self._codec.control_ids.get("<think>"), self._codec.control_ids.get("</think>")
         if begin is None or end is None:
             return []
@@ -240,31 +239,33 @@ class TemplateRenderer:
             return CallFormat.HERMES
         return CallFormat.LLAMA if '"parameters"' in called else CallFormat.PREAMBLE
 
-    def _find_stand_in(self) -> _StandIn | None:
-        """The cheapest stand-in behind which new messages look as they do in a real history."""
+    def _find_placeholder(self) -> _PlaceholderTurn | None:
+        """The cheapest placeholder turn after which new messages are rendered as in a real history."""
         news = [
             [Message("user", "go on")],
             [Message("tool", "result", call_id=_CALL.id)],
             [Message("tool", "result", call_id=_CALL.id), Message("user", "go on")],
         ]
         wanted = [self._in_a_real_history(new) for new in news]
-        for stand_in in [_StandIn(calls, with_tools) for with_tools in (False, True) for calls in _Calls]:
-            found = [self._suffix_text(stand_in, [_USER], self._calls_before(new), new, [_TOOL]) for new in news]
+        for placeholder in [_PlaceholderTurn(calls, with_tools) for with_tools in (False, True) for calls in _Calls]:
+            found = [self._suffix_text(placeholder, [_USER], self._calls_before(new), new, [_TOOL]) for new in news]
             if found == wanted and found[0] is not None:
-                return stand_in
+                return placeholder
         return None
 
     def _in_a_real_history(self, new: Sequence[Message]) -> str | None:
         head = [Message("system", "Be brief."), Message("user", "Probe it."), Message(ASSISTANT, "Fine."), _USER]
         places = (_Calls.BESIDE, _Calls.NAMED, _Calls.NONE)
-        tries = (self._suffix_text(_StandIn(p, True), head, self._calls_before(new), new, [_TOOL]) for p in places)
+        tries = (
+            self._suffix_text(_PlaceholderTurn(p, True), head, self._calls_before(new), new, [_TOOL]) for p in places
+        )
         return next((text for text in tries if text is not None), None)
 
     def _calls_before(self, new: Sequence[Message]) -> tuple[ToolCall, ...]:
         return (_CALL,) if new[0].role == "tool" else ()
 
     def _find_default_system(self) -> str | None:
-        """The system text the template makes up when it is given none."""
+        """The system text that the template adds if there is none."""
         system, user = Message("system", self._turn), Message("user", self._codec.placeholder("user"))
         try:
             with_system = self._template.render(self._wire([system, user]), prompt=True)
@@ -278,7 +279,7 @@ class TemplateRenderer:
 
 
 def template_message(message: Message, tool_names: dict[str, str]) -> Json:
-    """A message as chat templates and the `renderers` package know it."""
+    """A message in the form that chat templates and the `renderers` package expect."""
     wire: Json = {"role": message.role, "content": message.text}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning

@@ -1,8 +1,8 @@
-"""A model folder's Jinja chat template, and what the folder says about its tokens. No torch, no transformers.
+"""The Jinja chat template and the special tokens of a model folder. Needs no torch or transformers.
 
-Templates of thinking models drop the thoughts of earlier turns, but training keeps them in the history
-(`docs/concepts/gateway.md`). `keeping_thoughts` makes a template that keeps them, for whoever serves the trained model.
-It is accepted only if thoughts appear and histories without any render as before.
+Templates of reasoning models drop the reasoning of earlier turns, but training keeps it in the history
+(`docs/concepts/gateway.md`). `keeping_thoughts` changes a template to keep it, for serving the trained model. The
+change is accepted only if reasoning is printed and histories without reasoning are rendered as before.
 """
 
 import json
@@ -29,7 +29,7 @@ class TemplateRejectionError(Exception):
 
 
 class ChatTemplate:
-    """A Jinja chat template with the names that model authors rely on."""
+    """A Jinja chat template with the globals and filters that model authors expect."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -49,7 +49,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json] = (), *, prompt: bool) -> str:
-        """The text of a history; with `prompt`, also the words that hand over to the model."""
+        """Render a history to text. With `prompt`, the generation prompt is appended."""
         try:
             return self._template.render(
                 messages=list(messages),
@@ -58,13 +58,13 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._special_tokens,
             )
-        # Templates index and join what they are given.
+        # Templates index and join their input.
         except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise TemplateRejectionError(f"the chat template refuses these messages: {error}") from error
+            raise TemplateRejectionError(f"the chat template does not accept these messages: {error}") from error
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for trainers that need telling. It prints its body."""
+    """Prints the body of `{% generation %}`, which marks what the model wrote for some trainers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -74,7 +74,7 @@ class _GenerationTag(Extension):
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    # Not Jinja's own, which escapes for HTML.
+    # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -88,12 +88,12 @@ class _NamedTemplate(BaseModel):
 
 
 class TokenizerConfig(BaseModel, extra="allow"):
-    """The part of `tokenizer_config.json` that matters here."""
+    """The part of `tokenizer_config.json` that is needed here."""
 
     chat_template: str | list[_NamedTemplate] | None = None
 
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and the like, which templates print by name."""
+        """`bos_token`, `eos_token` and so on, which templates refer to by name."""
         spelled = {
             name: _spelling(value) for name, value in (self.model_extra or {}).items() if name.endswith("_token")
         }
@@ -101,13 +101,13 @@ class TokenizerConfig(BaseModel, extra="allow"):
 
 
 def _spelling(token: object) -> str | None:
-    """A token is named by its text, or by an object that has the text and flags."""
+    """The text of a token, which is a string or an object with the text and flags."""
     text = cast("dict[str, object]", token).get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 class _ModelConfig(BaseModel):
-    """The part of `config.json` and `generation_config.json` that says which ids end a turn."""
+    """The part of `config.json` and `generation_config.json` that lists the ids that end a turn."""
 
     eos_token_id: int | list[int] | None = None
     text_config: "_ModelConfig | None" = None
@@ -119,26 +119,26 @@ class _ModelConfig(BaseModel):
 
 
 def read_config[T: BaseModel](file: Path, kind: type[T]) -> T:
-    """A JSON file of the folder; one that is not there says nothing."""
+    """Read a JSON file of the folder. A missing file counts as empty."""
     return kind.model_validate_json(file.read_bytes() if file.is_file() else b"{}")
 
 
 def template_source(model_dir: Path, config: TokenizerConfig) -> str:
-    """The chat template's text, wherever the folder keeps it."""
+    """The source of the chat template, from its own file or from `tokenizer_config.json`."""
     file = model_dir / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else config.chat_template
-    if isinstance(source, list):  # several named templates, as older folders have them
+    if isinstance(source, list):  # several named templates, as in older folders
         source = next((entry.template for entry in source if entry.name == "default"), None)
     if not source:
         raise DockyardError(
             f"`{model_dir}` has no chat template",
-            hint="use an instruct model, or put a `chat_template.jinja` into the folder",
+            hint="use an instruct model, or add a `chat_template.jinja` to the folder",
         )
     return source
 
 
 def eos_ids(model_dir: Path, config: TokenizerConfig, codec: Codec) -> frozenset[int]:
-    """Every id that the folder says ends a turn."""
+    """All ids that end a turn according to the folder."""
     named = codec.control_ids.get(config.special_tokens().get("eos_token", ""))
     files = [read_config(model_dir / name, _ModelConfig) for name in ("generation_config.json", "config.json")]
     found = files[0].all_ids() | files[1].all_ids()
@@ -149,7 +149,7 @@ def eos_ids(model_dir: Path, config: TokenizerConfig, codec: Codec) -> frozenset
 class _Change:
     old: str
     new: str
-    """Replaces each `old`; without one, it goes in front."""
+    """Replaces each occurrence of `old`. If `old` is empty, it is prepended."""
 
     def on(self, source: str) -> str:
         return source.replace(self.old, self.new) if self.old else self.new + source
@@ -157,7 +157,7 @@ class _Change:
 
 _CHANGES = (
     _Change("loop.index0 > ns.last_query_index", "true"),  # Qwen3
-    _Change("", "{%- set preserve_thinking = true %}"),  # Qwen3.6 and others that ask for it by name
+    _Change("", "{%- set preserve_thinking = true %}"),  # Qwen3.6 and others with this variable
     _Change("", "{%- set clear_thinking = false %}"),  # GLM
 )
 _THOUGHT = "first this, then that"
@@ -181,7 +181,7 @@ _THOUGHTLESS: tuple[list[Json], ...] = (
 
 
 def keeping_thoughts(source: str, special_tokens: dict[str, str]) -> str | None:
-    """The template's text, changed only if it must be; None if no change that is known makes it keep thoughts."""
+    """The template's source, changed only if necessary; None if no known change makes it keep reasoning."""
     template = ChatTemplate(source, special_tokens)
     if _keeps(template):
         return source
@@ -203,7 +203,7 @@ def _prints(template: ChatTemplate) -> list[str | None]:
 
 
 def _print(template: ChatTemplate, messages: list[Json], *, tools: list[Json]) -> str | None:
-    """None for what the template refuses."""
+    """The rendered text; None if the template does not accept the messages."""
     try:
         return template.render(messages, tools, prompt=messages[-1]["role"] != "assistant")
     except TemplateRejectionError:

@@ -24,9 +24,10 @@ from dockyard.engine.http import ModelServer
 from dockyard.engine.openai import TextEndpoint
 from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.accounting import SessionLimits
+from dockyard.gateway.echo import EndpointEcho
 from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_session import Recall, TextSession
+from dockyard.gateway.text_session import TextSession
 from dockyard.rollout.order import Attempt
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.run import settings_file, trials_folder
@@ -61,7 +62,7 @@ class Interception:
 
     def open_session(self, label: str, sampling: Sampling, limits: SessionLimits) -> TextSession:
         """verifiers identifies a history by its messages, so it must get its own turns back verbatim."""
-        return TextSession(label, sampling, limits, self, Recall())
+        return TextSession(label, sampling, limits, self, EndpointEcho())
 
 
 @asynccontextmanager

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dockyard.gateway.matching import Branch, Forest, PromptPlan
-from dockyard.gateway.messages import Message, Prompt, ToolCall
-from dockyard.types import Finish, Json, Segment, Turn
+from dockyard.gateway.matching import Branch, PromptPlan, SessionHistory
+from dockyard.types import Finish, Json, Message, Prompt, Segment, ToolCall, Turn
 
 SYSTEM, USER = Message("system", "s"), Message("user", "u")
 AGAIN = Message("user", "again")
@@ -32,14 +31,16 @@ def turn(prompt: list[int], sampled: list[int], version: int = 0) -> Turn:
     )
 
 
-def call(forest: Forest, messages: list[Message], prompt: list[int], sampled: list[int], text: str = "a") -> PromptPlan:
-    plan = planned(forest, messages)
-    forest.commit(plan, turn(prompt, sampled), said(text))
+def call(
+    history: SessionHistory, messages: list[Message], prompt: list[int], sampled: list[int], text: str = "a"
+) -> PromptPlan:
+    plan = planned(history, messages)
+    history.commit(plan, turn(prompt, sampled), said(text))
     return plan
 
 
-def planned(forest: Forest, messages: list[Message]) -> PromptPlan:
-    return forest.plan(Prompt(tuple(messages)))
+def planned(history: SessionHistory, messages: list[Message]) -> PromptPlan:
+    return history.plan(Prompt(tuple(messages)))
 
 
 def kept_ids(plan: PromptPlan) -> list[int] | None:
@@ -52,32 +53,32 @@ def shown(segment: Segment) -> str:
     return " ".join(words).replace("] [", " ")
 
 
-def stitched(forest: Forest) -> list[str]:
-    return [shown(segment) for segment in forest.stitch()[0].segments]
+def stitched(history: SessionHistory) -> list[str]:
+    return [shown(segment) for segment in history.stitch()[0].segments]
 
 
-def one_turn() -> Forest:
-    forest = Forest()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 4])
-    return forest
+def one_turn() -> SessionHistory:
+    history = SessionHistory()
+    call(history, [SYSTEM, USER], [1, 2], [3, 4])
+    return history
 
 
-def two_turns() -> Forest:
-    forest = one_turn()
-    call(forest, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6], "b")
-    return forest
+def two_turns() -> SessionHistory:
+    history = one_turn()
+    call(history, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6], "b")
+    return history
 
 
 def test_the_first_call_has_nothing_to_keep_and_is_no_branch():
-    plan = planned(Forest(), [SYSTEM, USER])
+    plan = planned(SessionHistory(), [SYSTEM, USER])
     assert (plan.prefix, plan.new, plan.branch) == (None, (SYSTEM, USER), None)
 
 
 @pytest.mark.parametrize("echo", ["a b", " a  b\n", "a\nb"])
 def test_a_turn_echoed_with_other_whitespace_is_kept_as_sampled(echo: str):
-    forest = Forest()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 4], "a b")
-    plan = planned(forest, [SYSTEM, USER, said(echo), AGAIN])
+    history = SessionHistory()
+    call(history, [SYSTEM, USER], [1, 2], [3, 4], "a b")
+    plan = planned(history, [SYSTEM, USER, said(echo), AGAIN])
     assert (kept_ids(plan), plan.new, plan.branch) == ([1, 2, 3, 4], (AGAIN,), None)
 
 
@@ -106,16 +107,16 @@ def test_what_the_agent_did_to_its_history_is_named(messages: list[Message], kep
 
 
 def test_of_two_turns_with_the_same_text_the_one_that_was_continued_is_found():
-    forest = two_turns()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 3, 4])
-    plan = planned(forest, [SYSTEM, USER, said("a"), AGAIN, said("b"), USER])
+    history = two_turns()
+    call(history, [SYSTEM, USER], [1, 2], [3, 3, 4])
+    plan = planned(history, [SYSTEM, USER, said("a"), AGAIN, said("b"), USER])
     assert kept_ids(plan) == [1, 2, 3, 4, 5, 6]
 
 
 def test_of_two_turns_with_the_same_text_the_latest_is_kept():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 3, 4])
-    plan = planned(forest, [SYSTEM, USER, said("a"), AGAIN])
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [3, 3, 4])
+    plan = planned(history, [SYSTEM, USER, said("a"), AGAIN])
     assert kept_ids(plan) == [1, 2, 3, 3, 4]
 
 
@@ -124,9 +125,9 @@ def test_a_conversation_that_only_grows_is_one_segment():
 
 
 def test_a_segment_aligns_logprobs_and_versions_with_its_ids():
-    forest = one_turn()
-    forest.commit(planned(forest, [SYSTEM, USER, said("a"), AGAIN]), turn([1, 2, 3, 4, 5], [6], version=7), said("b"))
-    [segment] = forest.stitch()[0].segments
+    history = one_turn()
+    history.commit(planned(history, [SYSTEM, USER, said("a"), AGAIN]), turn([1, 2, 3, 4, 5], [6], version=7), said("b"))
+    [segment] = history.stitch()[0].segments
     assert segment.logprobs is not None
     assert segment.versions is not None
     assert segment.logprobs.tolist() == [0, 0, -3, -4, 0, -6]
@@ -135,113 +136,113 @@ def test_a_segment_aligns_logprobs_and_versions_with_its_ids():
 
 
 def test_a_turn_shared_by_two_branches_is_trained_in_the_earlier_only():
-    forest = two_turns()
-    call(forest, [SYSTEM, USER, said("a"), USER], [1, 2, 3, 4, 8], [9])
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]", "1 2 3 4 8 [9]"]
+    history = two_turns()
+    call(history, [SYSTEM, USER, said("a"), USER], [1, 2, 3, 4, 8], [9])
+    assert stitched(history) == ["1 2 [3 4] 5 [6]", "1 2 3 4 8 [9]"]
 
 
 def test_a_dropped_turn_keeps_its_own_segment():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER, AGAIN], [1, 2, 5], [6])
-    assert stitched(forest) == ["1 2 [3 4]", "1 2 5 [6]"]
+    history = one_turn()
+    call(history, [SYSTEM, USER, AGAIN], [1, 2, 5], [6])
+    assert stitched(history) == ["1 2 [3 4]", "1 2 5 [6]"]
 
 
 def test_a_render_that_happens_to_repeat_the_sampled_ids_is_the_same_segment():
-    forest = one_turn()
-    forest.commit(
-        planned(forest, [SYSTEM, USER, said("a"), AGAIN]).without_splice(), turn([1, 2, 3, 4, 5], [6]), said("b")
+    history = one_turn()
+    history.commit(
+        planned(history, [SYSTEM, USER, said("a"), AGAIN]).without_splice(), turn([1, 2, 3, 4, 5], [6]), said("b")
     )
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]"]
-    assert forest.stitch()[1]["branch_unsafe"] == 1
+    assert stitched(history) == ["1 2 [3 4] 5 [6]"]
+    assert history.stitch()[1]["branch_unsafe"] == 1
 
 
 def test_of_retries_that_nobody_continued_the_last_is_kept():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 9])
-    call(forest, [SYSTEM, USER], [1, 2], [3])
-    assert stitched(forest) == ["1 2 [3]"]
-    assert forest.stitch()[1]["dropped_retries"] == 2
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [3, 9])
+    call(history, [SYSTEM, USER], [1, 2], [3])
+    assert stitched(history) == ["1 2 [3]"]
+    assert history.stitch()[1]["dropped_retries"] == 2
 
 
 def test_of_retries_the_continued_one_is_kept():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [9], "z")
-    call(forest, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]"]
-    assert forest.stitch()[1]["dropped_retries"] == 1
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [9], "z")
+    call(history, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
+    assert stitched(history) == ["1 2 [3 4] 5 [6]"]
+    assert history.stitch()[1]["dropped_retries"] == 1
 
 
 def test_a_retry_that_begins_like_its_predecessor_is_not_its_continuation():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [3, 4, 5])
-    assert stitched(forest) == ["1 2 [3 4 5]"]
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [3, 4, 5])
+    assert stitched(history) == ["1 2 [3 4 5]"]
 
 
 def test_a_turn_that_ends_inside_another_can_be_continued():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [3], "c")
-    call(forest, [SYSTEM, USER, said("c"), AGAIN], [1, 2, 3, 7], [8])
-    assert stitched(forest) == ["1 2 [3] 7 [8]"]
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [3], "c")
+    call(history, [SYSTEM, USER, said("c"), AGAIN], [1, 2, 3, 7], [8])
+    assert stitched(history) == ["1 2 [3] 7 [8]"]
 
 
 def test_what_ends_at_its_limit_of_tokens_is_told_of_unless_more_came():
-    forest = one_turn()
-    assert forest.stitch()[1]["cut_at_end"] == 0
+    history = one_turn()
+    assert history.stitch()[1]["cut_at_end"] == 0
     cut = replace(turn([1, 2, 3, 4, 5], [6]), finish=Finish.LENGTH)
-    forest.commit(planned(forest, [SYSTEM, USER, said("a"), AGAIN]), cut, said("b"))
-    assert forest.stitch()[1]["cut_at_end"] == 1
-    call(forest, [SYSTEM, USER, said("a"), AGAIN, said("b"), AGAIN], [1, 2, 3, 4, 5, 6, 7], [8])
-    assert forest.stitch()[1]["cut_at_end"] == 0
+    history.commit(planned(history, [SYSTEM, USER, said("a"), AGAIN]), cut, said("b"))
+    assert history.stitch()[1]["cut_at_end"] == 1
+    call(history, [SYSTEM, USER, said("a"), AGAIN, said("b"), AGAIN], [1, 2, 3, 4, 5, 6, 7], [8])
+    assert history.stitch()[1]["cut_at_end"] == 0
 
 
 def test_a_turn_that_never_arrived_is_not_trained():
-    forest = one_turn()
-    forest.mark_undelivered(0)
-    found, stats = forest.stitch()
+    history = one_turn()
+    history.mark_undelivered(0)
+    found, stats = history.stitch()
     assert (found.segments, stats["undelivered"]) == ((), 1)
 
 
 def test_of_retries_the_last_that_arrived_is_kept():
-    forest = one_turn()
-    call(forest, [SYSTEM, USER], [1, 2], [9])
-    forest.mark_undelivered(1)
-    assert stitched(forest) == ["1 2 [3 4]"]
+    history = one_turn()
+    call(history, [SYSTEM, USER], [1, 2], [9])
+    history.mark_undelivered(1)
+    assert stitched(history) == ["1 2 [3 4]"]
 
 
 def test_a_turn_whose_delivery_failed_but_which_comes_back_did_arrive():
-    forest = one_turn()
-    forest.mark_undelivered(0)
-    call(forest, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]"]
+    history = one_turn()
+    history.mark_undelivered(0)
+    call(history, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
+    assert stitched(history) == ["1 2 [3 4] 5 [6]"]
 
 
 def test_a_turn_whose_continuation_never_arrived_is_still_trained():
-    forest = two_turns()
-    forest.mark_undelivered(1)
-    assert stitched(forest) == ["1 2 [3 4]"]
-    assert forest.stitch()[1]["undelivered"] == 1
+    history = two_turns()
+    history.mark_undelivered(1)
+    assert stitched(history) == ["1 2 [3 4]"]
+    assert history.stitch()[1]["undelivered"] == 1
 
 
 def test_a_turn_that_the_agent_went_on_with_is_kept_before_its_retry_even_if_the_continuation_never_arrived():
-    forest = two_turns()
-    forest.mark_undelivered(1)
-    call(forest, [SYSTEM, USER], [1, 2], [9], "z")
-    assert stitched(forest) == ["1 2 [3 4]"]
-    assert forest.stitch()[1]["dropped_retries"] == 1
+    history = two_turns()
+    history.mark_undelivered(1)
+    call(history, [SYSTEM, USER], [1, 2], [9], "z")
+    assert stitched(history) == ["1 2 [3 4]"]
+    assert history.stitch()[1]["dropped_retries"] == 1
 
 
 def test_two_conversations_at_once_stay_apart():
-    forest, other = one_turn(), Message("user", "subagent")
-    call(forest, [SYSTEM, other], [7, 2], [3])
-    call(forest, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
-    call(forest, [SYSTEM, other, said("a"), AGAIN], [7, 2, 3, 5], [8])
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]", "7 2 [3] 5 [8]"]
+    history, other = one_turn(), Message("user", "subagent")
+    call(history, [SYSTEM, other], [7, 2], [3])
+    call(history, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
+    call(history, [SYSTEM, other, said("a"), AGAIN], [7, 2, 3, 5], [8])
+    assert stitched(history) == ["1 2 [3 4] 5 [6]", "7 2 [3] 5 [8]"]
 
 
 def test_the_counts_say_what_was_kept_and_what_was_encoded_again():
-    forest = two_turns()
-    call(forest, [SYSTEM, USER, AGAIN], [1, 2, 9, 9], [6])
-    assert forest.stitch()[1] == {
+    history = two_turns()
+    call(history, [SYSTEM, USER, AGAIN], [1, 2, 9, 9], [6])
+    assert history.stitch()[1] == {
         "cut_at_end": 0,
         "prompt_tokens": 11,
         "sampled_tokens": 4,
@@ -263,10 +264,10 @@ CALLED = Message(
 RESULT = Message("tool", "a.txt", call_id="call_1")
 
 
-def one_tool_call(tools: tuple[Json, ...] = TOOLS) -> Forest:
-    forest = Forest()
-    forest.commit(forest.plan(Prompt((SYSTEM, USER), tools)), turn([1, 2], [3, 4]), CALLED)
-    return forest
+def one_tool_call(tools: tuple[Json, ...] = TOOLS) -> SessionHistory:
+    history = SessionHistory()
+    history.commit(history.plan(Prompt((SYSTEM, USER), tools)), turn([1, 2], [3, 4]), CALLED)
+    return history
 
 
 def echoed(**changes: object) -> Message:
@@ -312,24 +313,24 @@ def test_a_turn_whose_content_changed_is_edited_even_if_its_ids_are_known(echo: 
 
 
 def test_a_turn_that_comes_back_in_another_history_is_context_there():
-    forest = one_tool_call()
-    plan = forest.plan(Prompt((SYSTEM, Message("user", "summary"), CALLED, RESULT), TOOLS))
+    history = one_tool_call()
+    plan = history.plan(Prompt((SYSTEM, Message("user", "summary"), CALLED, RESULT), TOOLS))
     assert (plan.prefix, plan.branch) == (None, Branch.MOVED)
-    forest.commit(plan, turn([1, 9, 3, 4, 7], [8]), said("b"))
-    assert stitched(forest) == ["1 2 [3 4]", "1 9 3 4 7 [8]"]
+    history.commit(plan, turn([1, 9, 3, 4, 7], [8]), said("b"))
+    assert stitched(history) == ["1 2 [3 4]", "1 9 3 4 7 [8]"]
 
 
 def test_other_tools_are_another_root():
-    forest = one_tool_call()
-    plan = forest.plan(Prompt((SYSTEM, USER, AGAIN), (*TOOLS, *TOOLS)))
+    history = one_tool_call()
+    plan = history.plan(Prompt((SYSTEM, USER, AGAIN), (*TOOLS, *TOOLS)))
     assert (plan.prefix, plan.branch) == (None, Branch.TOOLS)
 
 
 def test_a_tool_result_for_another_call_is_another_message():
-    forest = one_tool_call()
-    forest.commit(forest.plan(Prompt((SYSTEM, USER, CALLED, RESULT), TOOLS)), turn([1, 2, 3, 4, 5], [6]), said("b"))
+    history = one_tool_call()
+    history.commit(history.plan(Prompt((SYSTEM, USER, CALLED, RESULT), TOOLS)), turn([1, 2, 3, 4, 5], [6]), said("b"))
     other = replace(RESULT, call_id="call_2")
-    assert forest.plan(Prompt((SYSTEM, USER, CALLED, other), TOOLS)).branch is Branch.FORK
+    assert history.plan(Prompt((SYSTEM, USER, CALLED, other), TOOLS)).branch is Branch.FORK
 
 
 STRANGER = Message("system", "stranger")
@@ -361,9 +362,9 @@ STRANGER = Message("system", "stranger")
     ],
 )
 def test_only_calls_that_show_the_harness_are_trained(prompt: Prompt, trusted: bool):
-    forest = one_tool_call()
-    forest.commit(forest.plan(prompt), turn([7, 8], [9]), said("b"))
-    found, stats = forest.stitch()
+    history = one_tool_call()
+    history.commit(history.plan(prompt), turn([7, 8], [9]), said("b"))
+    found, stats = history.stitch()
     assert [shown(segment) for segment in found.segments] == ["1 2 [3 4]", "7 8 [9]"][: 2 if trusted else 1]
     assert [shown(segment) for segment in found.untrusted] == ["7 8 [9]"][: 0 if trusted else 1]
     assert stats["untrusted_calls"] == (0 if trusted else 1)
@@ -371,34 +372,34 @@ def test_only_calls_that_show_the_harness_are_trained(prompt: Prompt, trusted: b
 
 
 def test_a_subagent_that_compacts_its_history_is_still_the_policys():
-    forest, tools = one_tool_call(), (*TOOLS, *TOOLS)
+    history, tools = one_tool_call(), (*TOOLS, *TOOLS)
     for opening, offered in (("Do: ls -la /tmp/some/folder", tools), ("summary", tools), ("summary", (*tools, *TOOLS))):
         prompt = Prompt((STRANGER, Message("user", opening)), offered)
-        forest.commit(forest.plan(prompt), turn([7, 8], [9]), said("b"))
-    assert forest.stitch()[1]["untrusted_calls"] == 0
+        history.commit(history.plan(prompt), turn([7, 8], [9]), said("b"))
+    assert history.stitch()[1]["untrusted_calls"] == 0
 
 
 def test_a_side_call_before_the_first_real_one_does_not_pass_for_the_harness():
-    forest = Forest()
-    forest.commit(forest.plan(Prompt((STRANGER, USER), auxiliary=True)), turn([7], [9]), said("title"))
-    forest.commit(forest.plan(Prompt((SYSTEM, USER), TOOLS)), turn([1, 2], [3]), CALLED)
-    found, _ = forest.stitch()
+    history = SessionHistory()
+    history.commit(history.plan(Prompt((STRANGER, USER), auxiliary=True)), turn([7], [9]), said("title"))
+    history.commit(history.plan(Prompt((SYSTEM, USER), TOOLS)), turn([1, 2], [3]), CALLED)
+    found, _ = history.stitch()
     assert [shown(segment) for segment in found.segments] == ["1 2 [3]"]
 
 
 @pytest.mark.parametrize("probe", [Prompt((USER,)), Prompt((STRANGER, USER))])
 def test_a_probe_before_the_first_call_with_tools_is_not_the_harness(probe: Prompt):
-    forest = Forest()
-    forest.commit(forest.plan(probe), turn([7], [9]), said("ok"))
-    forest.commit(forest.plan(Prompt((SYSTEM, USER), TOOLS)), turn([1, 2], [3]), CALLED)
-    history = Prompt((SYSTEM, USER, CALLED, RESULT), TOOLS)
-    forest.commit(forest.plan(history), turn([1, 2, 3, 4], [5]), said("b"))
-    found, stats = forest.stitch()
+    history = SessionHistory()
+    history.commit(history.plan(probe), turn([7], [9]), said("ok"))
+    history.commit(history.plan(Prompt((SYSTEM, USER), TOOLS)), turn([1, 2], [3]), CALLED)
+    longer = Prompt((SYSTEM, USER, CALLED, RESULT), TOOLS)
+    history.commit(history.plan(longer), turn([1, 2, 3, 4], [5]), said("b"))
+    found, stats = history.stitch()
     assert [shown(segment) for segment in found.segments] == ["1 2 [3] 4 [5]"]
     assert stats["untrusted_calls"] == 1
 
 
 def test_a_harness_without_tools_that_has_gone_on_stays_the_harness():
-    forest = two_turns()
-    forest.commit(forest.plan(Prompt((STRANGER, USER), TOOLS)), turn([7], [9]), said("b"))
-    assert stitched(forest) == ["1 2 [3 4] 5 [6]"]
+    history = two_turns()
+    history.commit(history.plan(Prompt((STRANGER, USER), TOOLS)), turn([7], [9]), said("b"))
+    assert stitched(history) == ["1 2 [3 4] 5 [6]"]
