@@ -2,7 +2,7 @@
 
 A task sees the tools of the host's /usr, read-only, and private folders; nothing else of the host and no network. There
 are two mechanisms: `bwrap` with namespaces, and `confined` where a machine forbids those. `check` chooses, `client` is
-the driver's side of a running sandbox, `server` and `errands` run inside. Import paths instead of classes, so that
+the driver's side of a running sandbox, `server` and `file_ops` run inside. Import paths instead of classes, so that
 importing this costs nothing of Harbor.
 """
 

@@ -42,7 +42,7 @@ def prepare_launch(*, server_socket: int, limits: SandboxLimits, network: bool) 
         executable = f"/proc/self/fd/{files.hold(os.open(bwrap, os.O_RDONLY))}"
         env = {"LD_LIBRARY_PATH": files.path_of(library)} if library else {}
         python, python_env = files.python()
-        loader = LOADER.format(code=files.hold(bundle(("errands", "server"), {})))
+        loader = LOADER.format(code=files.hold(bundle(("file_ops", "server"), {})))
         etc = {name: str(files.hold(in_memory(text.encode()))) for name, text in etc_files(network=network).items()}
         args = (
             *("bwrap", *_isolation(network=network)),

@@ -29,7 +29,7 @@ from dockyard.rollout.sandbox.launch import (
     outside_user,
 )
 
-MODULES = ("errands", "server", "landlock", "paths", "tracer", "seccomp", "watcher")
+MODULES = ("file_ops", "server", "landlock", "paths", "tracer", "seccomp", "watcher")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 TERMINALS = ("ptmx", "pts")
 PREFIX = "dy-"

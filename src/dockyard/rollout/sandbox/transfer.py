@@ -1,7 +1,7 @@
 """Files into and out of a sandbox, and out of a container: packed on one side, unpacked on the other.
 
 Never by path from outside: the host would follow links that the agent made. Links are dropped on the way out, because
-Harbor reads downloaded paths on the host. A sandbox speaks the records of `errands`, a container tar.
+Harbor reads downloaded paths on the host. A sandbox speaks the records of `file_ops`, a container tar.
 """
 
 import fcntl
