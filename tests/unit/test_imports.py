@@ -32,6 +32,8 @@ ORDER = (
     "collect",
     "rl",
     "trainer",
+    "verbs",
+    "api",
     "backends",
     "dashboard",
     "serve",
@@ -49,6 +51,7 @@ TORCH_ALLOWED = (
 )
 WITHOUT_TORCH = (
     "dockyard",
+    "dockyard.api",
     "dockyard.backends.modal.launch",
     "dockyard.cli",
     "dockyard.collect.open",
@@ -57,6 +60,7 @@ WITHOUT_TORCH = (
     "dockyard.gateway",
     "dockyard.rollout",
     "dockyard.trainer.run",
+    "dockyard.verbs",
 )
 
 

@@ -227,20 +227,20 @@ def test_metrics_are_one_object_per_step_and_never_hold_a_step_twice(tmp_path: P
 
 
 def write_half_a_checkpoint(run: RunDir, step: int) -> None:
-    with run.new_checkpoint(step) as folder:
+    with run.checkpoints.new(step) as folder:
         (folder / "weights").write_bytes(b"half")
         raise KeyError
 
 
 def test_a_checkpoint_is_whole_or_absent(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
-        assert run.latest_checkpoint() is None
-        with run.new_checkpoint(10) as folder:
+        assert run.checkpoints.latest() is None
+        with run.checkpoints.new(10) as folder:
             (folder / "inner").mkdir()
             (folder / "inner" / "weights").write_bytes(b"10")
         with pytest.raises(KeyError):
             write_half_a_checkpoint(run, 20)
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert (latest.step, (latest.path / "inner" / "weights").read_bytes()) == (10, b"10")
         assert [path.name for path in latest.path.parent.iterdir()] == ["step-00010"]
@@ -249,9 +249,9 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path: Path):
 def test_a_checkpoint_may_be_written_again(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         for content in (b"first", b"second"):
-            with run.new_checkpoint(10) as folder:
+            with run.checkpoints.new(10) as folder:
                 (folder / content.decode()).write_bytes(content)
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert [path.name for path in latest.path.iterdir()] == ["second"]
         assert [path.name for path in latest.path.parent.iterdir()] == ["step-00010"]
@@ -260,16 +260,16 @@ def test_a_checkpoint_may_be_written_again(tmp_path: Path):
 def test_the_latest_checkpoint_is_by_number(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         for step in (99_999, 100_000, 5):
-            with run.new_checkpoint(step):
+            with run.checkpoints.new(step):
                 pass
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert latest.step == 100_000
 
 
 def write_checkpoints(run: RunDir, *steps: int) -> None:
     for step in steps:
-        with run.new_checkpoint(step) as folder:
+        with run.checkpoints.new(step) as folder:
             (folder / "adapter").write_text(str(step))
 
 
@@ -302,7 +302,7 @@ def test_the_best_adapter_is_kept_with_its_score_whatever_happens_to_checkpoints
     with RunDir.resume(tmp_path / "run") as run:
         assert run.checkpoints.best() == HeldoutScore(step=4, reward=0.75)
         assert (run.checkpoints.best_path / "adapter").read_text() == "4"
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert latest.step == 8
 
@@ -491,7 +491,7 @@ def test_a_run_given_more_steps_is_evaluated_again(tmp_path: Path):
 
 def test_a_run_is_not_given_fewer_steps_than_it_has_made(tmp_path: Path):
     config = RunConfig(steps=4, tasks=TasksConfig(source="demo"))
-    with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(4) as folder:
+    with RunDir.create(tmp_path / "run", config) as run, run.checkpoints.new(4) as folder:
         (folder / "x").touch()
     with pytest.raises(UsageError, match="this run has made 4"):
         RunDir.resume(tmp_path / "run", ["--steps=3"])

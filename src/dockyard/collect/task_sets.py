@@ -68,8 +68,8 @@ def task_sets(run: RunDir) -> TaskSets:
 
 def _generated(run: RunDir, write: WriteTasks) -> TaskSets:
     tasks = run.config.tasks
-    write(run.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=run.config.seed)
-    return TaskSets(train=load_tasks(run.tasks / "train"), heldout=load_tasks(run.tasks / "heldout"))
+    write(run.paths.tasks, num_train=tasks.num_train, num_heldout=tasks.num_heldout, seed=run.config.seed)
+    return TaskSets(train=load_tasks(run.paths.tasks / "train"), heldout=load_tasks(run.paths.tasks / "heldout"))
 
 
 def _train_folder(config: RunConfig) -> Path:
@@ -104,7 +104,7 @@ def _say_if_fewer(config: RunConfig, there: int, where: str) -> None:
 
 def _of_rows(run: RunDir) -> list[Task]:
     """Rows become task folders in the run's own."""
-    folder = run.tasks / run.config.tasks.source
+    folder = run.paths.tasks / run.config.tasks.source
     if not folder.is_dir():
         with whole_folder(folder) as draft:
             written = _writer(run.config)(draft)
@@ -141,7 +141,7 @@ def _writer(config: RunConfig) -> Callable[[Path], WrittenTasks]:
 
 def _split(run: RunDir, tasks: list[Task]) -> TaskSets:
     """As recorded, or drawn now and recorded."""
-    file = run.split_file
+    file = run.paths.split
     if not file.exists():
         write_split(file, split_tasks(tasks, heldout_share=run.config.tasks.heldout_share, seed=run.config.seed))
     split = read_split(file)

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dockyard.errors import DockyardError
+from dockyard.run_dir.phases import step_of
 from dockyard.types import Failure, Rollout, Segment
 
 
@@ -30,28 +31,6 @@ class RecordedRollout:
     def step(self) -> int | None:
         """The training step, None outside of training."""
         return step_of(self.phase)
-
-
-def step_phase(step: int) -> str:
-    """The phase in which the rollouts of a training step run."""
-    return f"step-{step:05}"
-
-
-def step_of(phase: str) -> int | None:
-    """The training step of a phase, None outside of training."""
-    name, _, number = phase.partition("-")
-    return int(number) if name == "step" else None
-
-
-def eval_phase(version: int) -> str:
-    """The phase in which the weights after so many steps are evaluated during training."""
-    return f"eval-{version:05}"
-
-
-def eval_of(phase: str) -> int | None:
-    """Which weights a phase evaluates during training, None if it is no such phase."""
-    name, _, number = phase.partition("-")
-    return int(number) if name == "eval" and number.isdecimal() else None
 
 
 def to_line(recorded: RecordedRollout) -> bytes:

@@ -149,7 +149,7 @@ async def _load_policy(
         seed=config.seed,
         anchored=config.tasks.source == "recorded",
     )
-    if checkpoint := run.latest_checkpoint():
+    if checkpoint := run.checkpoints.latest():
         policy.restore(checkpoint.path)
         say(f"resuming after step {policy.version}")
     elif recorded:

@@ -204,7 +204,7 @@ class PublishedPolicy:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     def _save(self) -> None:
-        with self.run.new_checkpoint(self.version) as folder:
+        with self.run.checkpoints.new(self.version) as folder:
             self.policy.save(folder)
         self.run.checkpoints.keep_last(self.config.trainer.keep_last)
 

@@ -174,7 +174,7 @@ def _foreign(config: RunConfig, inputs: RunInputs, server: RemoteEngine | TextEn
 def _serving(config: RunConfig, run: RunDir, model_dir: Path) -> AbstractAsyncContextManager[EngineConfig]:
     if not config.engine.launch:
         return nullcontext(config.engine)
-    return serving(config.engine, config.model, model_dir, _wanted(config, model_dir), run.engine_log)
+    return serving(config.engine, config.model, model_dir, _wanted(config, model_dir), run.paths.engine_log)
 
 
 def _wanted(config: RunConfig, model_dir: Path) -> ServerRequirements:

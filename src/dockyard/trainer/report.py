@@ -107,7 +107,7 @@ def _example(run: RunDir) -> str:
 
 def _closing(run: RunDir, summary: dict[str, Any]) -> str:
     failures = ", ".join(f"{cause} {count}" for cause, count in summary["failures"].items()) or "none"
-    last = run.adapter_dir(summary["steps"])
+    last = run.paths.adapter(summary["steps"])
     kind = "model" if run.config.trainer.method == "full" else "adapter"
     return "\n".join(
         [
@@ -115,7 +115,7 @@ def _closing(run: RunDir, summary: dict[str, Any]) -> str:
             *filter(None, [gateway_line(summary["gateway"])]),
             f"run folder:   {run.path}",
             f"{kind + ':':<14}{last}",
-            f"reward curve: {run.curve}",
+            f"reward curve: {run.paths.curve}",
             "",
             "next:",
             f"  dockyard export {run.path} --output DIR",
@@ -144,12 +144,12 @@ def chart(rewards: Sequence[float], num_steps: int = 0) -> str:
 def draw_curve(summary: dict[str, Any], path: Path) -> None:
     """The reward curve as a picture."""
     rewards = [reward for reward in summary["rewards"] if reward is not None]
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook's
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), dpi=150)
+    figure = Figure(figsize=(6, 4), dpi=150)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o", label="training rollouts")
     if summary["eval_during"]:
         axes.plot(*zip(*summary["eval_during"].items(), strict=True), "s--", label="held-out, during")
@@ -164,4 +164,3 @@ def draw_curve(summary: dict[str, Any], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)

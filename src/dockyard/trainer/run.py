@@ -36,7 +36,7 @@ def run_training(config: RunConfig, *, run_dir: RunDir, elsewhere: OpenLearner |
             process.run(_run(config, run_dir, inputs, progress, trackers, elsewhere))
         summary = summarise(run_dir, wall_s=time.monotonic() - start)
         trackers.conclude(summary)
-    draw_curve(summary, run_dir.curve)
+    draw_curve(summary, run_dir.paths.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
 

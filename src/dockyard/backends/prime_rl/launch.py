@@ -16,7 +16,7 @@ from dockyard.backends.prime_rl.setting_support import fate
 from dockyard.backends.prime_rl.toml import CONTEXT_LENGTH, PLUGIN, RUN, rl_settings
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir.run import backend_dir
+from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.text import toml_document
 
 _INSTALL = "`docs/guides/prime-rl.md` says how Prime-RL and this package are installed together"
@@ -82,7 +82,7 @@ class PrimeRL:
 
     def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
         _refuse_contradictions(config)
-        outputs = backend_dir(folder)
+        outputs = RunPaths(folder).backend
         values = _left_behind(outputs / RUN) | rl_settings(config, folder, outputs)
         rl = find_rl(config.prime_rl.checkout)
         return BackendLaunch(

@@ -28,7 +28,7 @@ from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.sessions import Sampling
 from dockyard.gateway.text_session import Recall, TextSession
 from dockyard.rollout.trial import Attempt, TrialRunner
-from dockyard.run_dir.run import settings_file, trials_folder
+from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.sources import load_tasks
 from dockyard.types import Json, Rollout, Task
@@ -109,7 +109,7 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
         super().__init__(config)
         self._run = run_config(config)
         check_run(self._run)
-        trials = trials_folder(config.run_dir) if config.run_dir else config.trials_dir
+        trials = RunPaths(config.run_dir).trials if config.run_dir else config.trials_dir
         self._trials = Trials(partial(open_runner, self._run, NoModel(), None, trials=trials.absolute()))
 
     async def launch(
@@ -161,7 +161,7 @@ def run_config(config: HarborHarnessConfig) -> RunConfig:
         if given[name] != default[name]:
             message = f"`{name}` is `{given[name]}`, but `run_dir` names a run with settings of its own"
             raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and begin the run anew")
-    return load_run_config(settings_file(config.run_dir), [])
+    return load_run_config(RunPaths(config.run_dir).config, [])
 
 
 def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskData) -> RolloutConfig:
