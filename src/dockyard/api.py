@@ -160,16 +160,16 @@ class _Call:
         """Load the settings, of a run to continue from its folder."""
         self.check()
         if self.resume is not None:
-            resumed = ResumedRun.read(Path(self.resume), list(_words(self.overrides)))
+            resumed = ResumedRun.read(Path(self.resume), list(setting_words(self.overrides)))
             return resumed.config, resumed
         return load_run_config(*self._source()), None
 
     def _source(self) -> tuple[Path | None, list[str]]:
         """Return a file of settings and the settings that override it, as the loader takes them."""
         if isinstance(self.config, Path | str):
-            return Path(self.config), list(_words(self.overrides))
+            return Path(self.config), list(setting_words(self.overrides))
         given = self.config.model_dump(exclude_unset=True) if isinstance(self.config, RunConfig) else self.config or {}
-        return None, [*_words(given), *_words(self.overrides)]
+        return None, [*setting_words(given), *setting_words(self.overrides)]
 
 
 def _run(call: _Call, purpose: Purpose) -> Run:
@@ -198,7 +198,7 @@ def _refuse_with_resume(purpose: Purpose) -> None:
         raise UsageError(f"`{given[0]}` does not go with `resume`", hint=hint)
 
 
-def _words(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def setting_words(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Write settings as the words of a command line, which is what the loader takes."""
     known = settings_by_key(RunConfig)
     for name, value in values.items():
@@ -206,7 +206,7 @@ def _words(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Config):
             value = value.model_dump(exclude_unset=True)
         if isinstance(value, Mapping) and value and key not in known:
-            yield from _words(cast(Mapping[str, Any], value), f"{key}.")
+            yield from setting_words(cast(Mapping[str, Any], value), f"{key}.")
         else:
             yield f"--{key}={_text(value, literal=key not in known)}"
 

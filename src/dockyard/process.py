@@ -9,7 +9,7 @@ import signal
 import threading
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from dockyard.errors import DockyardError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.2
 
 
 @contextmanager
@@ -129,15 +130,35 @@ def blocking[T](call: Callable[[], T]) -> T:
             return call()
         if _is_main_thread():  # `asyncio.run` would cancel the task that is blocked here
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        request, context = _StopRequest(), copy_context()
-        context.run(_STOP_REQUEST.set, request)
-        with ThreadPoolExecutor(1, "dockyard") as thread:
-            running = thread.submit(context.run, call)
-            try:
-                return running.result()
-            except KeyboardInterrupt:
-                request.set()
-                raise
+        return _call_in_thread(call)
+
+
+def _call_in_thread[T](call: Callable[[], T]) -> T:
+    """Call the function in a new thread. An executor could lose its thread to a KeyboardInterrupt during `submit`."""
+    request, context, done, ready = _StopRequest(), copy_context(), Future[T](), threading.Event()
+    context.run(_STOP_REQUEST.set, request)
+
+    def work() -> None:
+        ready.wait()
+        try:
+            if request.is_set:
+                raise KeyboardInterrupt
+            done.set_result(context.run(call))
+        except BaseException as error:  # raised in the calling thread
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="dockyard").start()
+        ready.set()
+        while not wait([done], _POLL_S).done:
+            pass  # a signal that another thread received is noticed only between two waits
+        return done.result()
+    except KeyboardInterrupt:
+        request.set()
+        if ready.is_set():
+            wait([done])
+        ready.set()
+        raise
 
 
 def _run_in_thread[T](main: Coroutine[Any, Any, T]) -> T:

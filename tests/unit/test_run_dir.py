@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import append_line, read_lines
+from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.settings.text import settings_by_key
@@ -127,7 +128,7 @@ def test_a_torn_line_is_dropped_by_readers_and_cut_off_by_the_next_append(tmp_pa
 
 
 @pytest.mark.parametrize("torn", [b"x", b"x" * 200_000])
-def test_a_file_of_nothing_but_a_torn_line_starts_anew(tmp_path: Path, torn: bytes):
+def test_a_file_of_nothing_but_a_torn_line_starts_again(tmp_path: Path, torn: bytes):
     file = tmp_path / "lines"
     file.write_bytes(torn)
     assert read_lines(file) == []
@@ -476,6 +477,30 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_run(tmp_path: Path):
         {}["gone"]
     assert "KeyError: 'gone'" in (tmp_path / "run" / "crash.txt").read_text()
     RunDir.resume(tmp_path / "run").close()  # the lock was released
+
+
+def test_the_settings_of_a_resumed_run_are_read_once(tmp_path: Path):
+    RunDir.create(tmp_path / "run", CONFIG).close()
+    script = """
+import sys
+from dockyard.cli import main
+opened = []
+sys.addaudithook(lambda event, found: opened.append(str(found[0])) if event == "open" else None)
+code = main(["train", "--resume", sys.argv[1]], run_training=lambda config, *, run_dir: None)
+print(code, sum(path.endswith("/config.toml") for path in opened))
+"""
+    run = str(tmp_path / "run")
+    done = subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, timeout=600)
+    assert done.stdout == "0 1\n", done.stderr
+
+
+def test_a_path_inside_a_run_is_built_without_touching_the_disk(tmp_path: Path):
+    paths = RunPaths(tmp_path / "none")
+    assert paths.rollouts_of(eval_phase(3)) == tmp_path / "none/rollouts/eval-00003.jsonl"
+    assert paths.adapter(3) == tmp_path / "none/adapters/v00003"
+    assert {path.parent for path in paths.contents} == {paths.root}
+    assert paths.contents[-1] == paths.config
+    assert not paths.root.exists()
 
 
 def test_a_run_given_more_steps_is_evaluated_again(tmp_path: Path):
