@@ -44,7 +44,7 @@ def test_a_notebook_trains_looks_at_the_results_and_evaluates(caller: Caller, tm
     assert matplotlib.get_backend() == backend
 
     write_tasks(tmp_path / "heldout", 2)
-    evaluated = caller(lambda: dockyard.evaluate(config, adapter=run.adapter, **{"tasks.heldout": "heldout"}))
+    evaluated = caller(lambda: dockyard.evaluate(config, adapter=run.adapter, tasks={"heldout": "heldout"}))
     assert isinstance(evaluated, dockyard.Run)
     assert evaluated.path == tmp_path / "runs/run-eval"
     assert evaluated.summary is not None

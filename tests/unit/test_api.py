@@ -404,7 +404,7 @@ def test_a_finished_run_is_resumed_without_new_rollouts_and_replaced_on_request(
     first = dockyard.run_rollouts(ORACLE, num_tasks=1, run_dir="mine")
     with pytest.raises(UsageError, match="already holds a run"):
         dockyard.run_rollouts(ORACLE, num_tasks=1, run_dir="mine")
-    again = dockyard.run_rollouts(resume="mine", **{"rollout.concurrency": 2})
+    again = dockyard.run_rollouts(resume="mine", rollout={"concurrency": 2})
     assert again.rollouts(as_="arrow").equals(first.rollouts(as_="arrow"))
     assert again.config.rollout.concurrency == 2
     replaced = dockyard.run_rollouts(
@@ -459,7 +459,7 @@ def test_the_harbor_classes_work_from_anywhere(caller: Caller, tmp_path: Path):
 @pytest.mark.real
 @deprecated
 def test_training_with_an_agent_that_samples_no_tokens_reports_its_rewards(caplog: pytest.LogCaptureFixture):
-    run = dockyard.train(ORACLE, **{"tasks.num_train": 4, "grpo.group_size": 2})
+    run = dockyard.train(ORACLE | {"tasks.num_train": 4}, grpo={"group_size": 2})
     assert run.summary is not None
     assert run.summary["reward"] == 1.0
     assert "agent `oracle` samples no tokens" in caplog.text
