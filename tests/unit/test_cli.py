@@ -258,7 +258,7 @@ def training(config, *, run_dir):
 
 WAIT_ASYNC = """
 import asyncio
-from dockyard import interrupt
+from dockyard import process
 async def work():
     try:
         print("ready", flush=True)
@@ -267,12 +267,12 @@ async def work():
         await asyncio.sleep(0)  # cleaning up may wait
         print("cleaned up", flush=True)
 def training(config, *, run_dir):
-    interrupt.run(work())
+    process.run(work())
 """
 
 STUCK = """
 import asyncio, time
-from dockyard import interrupt
+from dockyard import process
 async def work():
     try:
         print("ready", flush=True)
@@ -281,12 +281,12 @@ async def work():
         print("stuck", flush=True)
         time.sleep(600)
 def training(config, *, run_dir):
-    interrupt.run(work())
+    process.run(work())
 """
 
 STUBBORN = """
 import asyncio
-from dockyard import interrupt
+from dockyard import process
 async def work():
     try:
         print("ready", flush=True)
@@ -294,7 +294,7 @@ async def work():
     except asyncio.CancelledError:
         print("cleaned up", flush=True)  # and returns as if nothing had happened
 def training(config, *, run_dir):
-    interrupt.run(work())
+    process.run(work())
 """
 
 
