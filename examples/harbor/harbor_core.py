@@ -1,4 +1,4 @@
-"""What these scripts share: their arguments become the settings of one `dockyard train`."""
+"""Shared by these scripts: turn their arguments into the settings of one `dockyard train`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ MODELS = (
     "Qwen/Qwen3-Coder-30B-A3B-Instruct",
     "Kwai-Klear/Klear-AgentForge-8B-SFT",
 )
-"""Known to fit; any other model with a chat template does too."""
+"""Tested models. Any other model with a chat template works too."""
 DATASET = "swebench-verified@1.0"
 C2BUG_DATASET = "TwelfthStar/c2bug_tasks_django_Jan-22-2026"
 NUM_TEST_TASKS = 5
 
 
 def tasks_settings(source: str, dataset: str | None, c2bug_dataset: str | None, num_tasks: int) -> dict[str, Any]:
-    """Where tasks come from. Each is met in one step."""
+    """Return the settings of the task source. Each task is attempted in one step."""
     settings: dict[str, Any] = {"tasks.limit": num_tasks, "tasks.passes": 1}
     if source == "c2bug":
         return settings | {"tasks.source": "c2bug", "tasks.dataset": c2bug_dataset or C2BUG_DATASET}
@@ -48,7 +48,7 @@ def tasks_settings(source: str, dataset: str | None, c2bug_dataset: str | None, 
 
 
 def engine_settings(base_url: str | None, api_key: str | None) -> dict[str, Any]:
-    """A server instead of the embedded engine. The key goes by the environment, so that no file holds it."""
+    """Return the settings of an inference server. The key is passed in the environment, so that no file holds it."""
     if base_url is None:
         return {}
     read_dotenv()
@@ -61,15 +61,15 @@ def engine_settings(base_url: str | None, api_key: str | None) -> dict[str, Any]
 
 
 def new_run_dir(parent: str | Path, name: str) -> Path:
-    """A folder of its own for each run."""
+    """Return a new folder name for each run."""
     return Path(parent) / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def train(settings: Mapping[str, Any], flags: Sequence[str] = (), run_training: RunTraining | None = None) -> int:
-    """`dockyard train` with these settings, by its own loop or this one; its exit code."""
+    """Run `dockyard train` with these settings, by its own loop or `run_training`, and return the exit code."""
     return main(["train", *arguments_of(settings), *flags], run_training=run_training)
 
 
 def arguments_of(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as they are written on a command line."""
+    """Write settings as command-line arguments."""
     return [f"--{key}={value}" for key, value in settings.items()]

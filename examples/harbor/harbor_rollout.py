@@ -13,7 +13,7 @@ __all__ = ["HarborConfig", "HarborRolloutGenerator"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments, with their defaults."""
+    """Describe the arguments and their defaults."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = HarborConfig()
     add = result.add_argument
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Make or read rollouts, and print a line for each."""
+    """Make or read rollouts, and print one line per rollout."""
     given = vars(parser().parse_args())
     dataset, num_tasks, existing = given.pop("dataset"), given.pop("n_tasks"), given.pop("existing_job")
     generator = HarborRolloutGenerator(config=HarborConfig(**given))

@@ -4,13 +4,14 @@ HarborSlimeTrainer(TrainerConfig(model_name="Qwen/Qwen3-8B", n_rollouts=50)).tra
 """
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harbor_core import DATASET, new_run_dir, positive, tasks_settings, train
+
+import dockyard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class TrainerConfig:
     agent: str = "qwen-coder"
     dataset: str = DATASET
     n_rollouts: int = 50
-    """Tasks; each is tried `n_samples_per_prompt` times."""
+    """Number of tasks. Each is attempted `n_samples_per_prompt` times."""
     n_samples_per_prompt: int = 2
     n_concurrent: int = 4
     environment: str = "docker"
@@ -30,13 +31,13 @@ class TrainerConfig:
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     use_lora: bool = True
-    """False trains all weights; `lora_r` counts for nothing then."""
+    """False trains all weights, and `lora_r` has no effect."""
     lora_r: int = 16
     save_every: int = 10
     output_dir: str | Path = "outputs/harbor_training"
 
     def settings(self) -> dict[str, Any]:
-        """The same as the settings of a run."""
+        """Return the equivalent settings of a run."""
         return {
             "run_dir": new_run_dir(self.output_dir, "run"),
             "model.name": self.model_name,
@@ -55,18 +56,14 @@ class TrainerConfig:
 
 
 class HarborSlimeTrainer:
-    """Attempts the dataset's tasks and trains the model on what came of it."""
+    """Attempts the tasks of a dataset and trains the model on the rollouts."""
 
     def __init__(self, config: TrainerConfig | None = None) -> None:
         self.config = config or TrainerConfig()
 
     def train(self) -> dict[str, Any]:
-        """Train to the end; the run's summary."""
-        settings = self.config.settings()
-        code = train(settings)
-        if code:
-            raise RuntimeError(f"`dockyard train` ended with exit code {code}; its last lines say why")
-        return json.loads((settings["run_dir"] / "summary.json").read_text())
+        """Train, and return the summary of the run. Works in any thread, also while an event loop is running."""
+        return dockyard.train(self.config.settings()).summary or {}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--agent", default=defaults.agent)
     add("--env", dest="environment", default=defaults.environment)
     add("--dataset", default=defaults.dataset)
-    add("--n-rollouts", default=defaults.n_rollouts, type=positive, help="tasks; each is tried --n-samples times")
+    add("--n-rollouts", default=defaults.n_rollouts, type=positive, help="tasks; each is attempted --n-samples times")
     add("--n-samples", dest="n_samples_per_prompt", default=defaults.n_samples_per_prompt, type=positive)
     add("--n-concurrent", default=defaults.n_concurrent, type=positive)
     add("--lr", default=defaults.lr, type=float)

@@ -6,9 +6,12 @@ the kernel, because a process that is busy in native code never runs a Python ha
 
 import asyncio
 import signal
+import threading
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -16,6 +19,7 @@ from typing import Any, Protocol
 from dockyard.errors import DockyardError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.2
 
 
 @contextmanager
@@ -30,8 +34,28 @@ def stopped_by_signals() -> Generator[None]:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def signal_handlers_restored() -> Generator[None]:
+    """Put the signal handlers back at the end of the block, also after a signal. For callers that outlive the work."""
+    if not _is_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: installed by C code, which Python cannot put back
+                signal.signal(number, handler)
+
+
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, where the first signal cancels `main` and its end then raises KeyboardInterrupt."""
+    """Like `asyncio.run`, but a signal cancels `main`, waits for its end, and raises KeyboardInterrupt.
+
+    Outside the main thread signals are not handled; there a `blocking` call that is interrupted cancels `main`.
+    """
+    if not _is_main_thread():
+        return _run_in_thread(main)
     stop = asyncio.Event()
     try:
         result = asyncio.run(_cancel_on_signal(main, stop))
@@ -63,6 +87,100 @@ async def _cancel_on_signal[T](main: Coroutine[Any, Any, T], stop: asyncio.Event
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
+
+
+class _StopRequest:
+    """Cancels the coroutine that another thread runs, at once or when it starts."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._cancel: Callable[[], object] = lambda: None
+
+    def set(self) -> None:
+        with self._lock:
+            self.is_set = True
+            self._cancel()
+
+    async def cancels[T](self, main: Coroutine[Any, Any, T]) -> T:
+        """Await `main`, and cancel it when the request is set."""
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
+        with self._lock:
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            if self.is_set:
+                task.cancel()
+        try:
+            return await task
+        finally:
+            with self._lock:
+                self._cancel = lambda: None
+
+
+_STOP_REQUEST: ContextVar[_StopRequest | None] = ContextVar("_STOP_REQUEST", default=None)
+
+
+def blocking[T](call: Callable[[], T]) -> T:
+    """Call a function that uses `run`, from any thread.
+
+    If an event loop is running in this thread, as in a notebook, the function runs in a thread of its own, and a
+    KeyboardInterrupt here cancels the coroutine there and waits for it to clean up.
+    """
+    with signal_handlers_restored():
+        if not _is_loop_running():
+            return call()
+        if _is_main_thread():  # `asyncio.run` would cancel the task that is blocked here
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _call_in_thread(call)
+
+
+def _call_in_thread[T](call: Callable[[], T]) -> T:
+    """Call the function in a new thread. An executor could lose its thread to a KeyboardInterrupt during `submit`."""
+    request, context, done, ready = _StopRequest(), copy_context(), Future[T](), threading.Event()
+    context.run(_STOP_REQUEST.set, request)
+
+    def work() -> None:
+        ready.wait()
+        try:
+            if request.is_set:
+                raise KeyboardInterrupt
+            done.set_result(context.run(call))
+        except BaseException as error:  # raised in the calling thread
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="dockyard").start()
+        ready.set()
+        while not wait([done], _POLL_S).done:
+            pass  # a signal that another thread received is noticed only between two waits
+        return done.result()
+    except KeyboardInterrupt:
+        request.set()
+        if ready.is_set():
+            wait([done])
+        ready.set()
+        raise
+
+
+def _run_in_thread[T](main: Coroutine[Any, Any, T]) -> T:
+    request = _STOP_REQUEST.get() or _StopRequest()
+    try:
+        return asyncio.run(request.cancels(main))
+    except asyncio.CancelledError:
+        if not request.is_set:
+            raise
+        raise KeyboardInterrupt from None
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _leave_to_kernel(loop: asyncio.AbstractEventLoop | None = None) -> None:

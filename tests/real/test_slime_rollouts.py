@@ -193,7 +193,7 @@ def test_what_is_recorded_is_not_made_again(bench: Bench):
 def test_later_steps_begin_early_but_never_too_early(bench: Bench):
     args = bench.args(rollout={"concurrency": 4, "retries": 0, "max_staleness": 2}, num_steps=3)
     hooks.generate_rollout_async(args, 0, None)
-    trials = bench.runs[0].trials
+    trials = bench.runs[0].paths.trials
     assert _appears(trials, "step-00001-*")  # though nobody has asked for it yet
     hooks.generate_rollout_async(args, 1, None)
     assert _appears(trials, "step-00002-*")
@@ -204,7 +204,7 @@ def test_later_steps_begin_early_but_never_too_early(bench: Bench):
 def test_with_one_update_of_staleness_nothing_begins_before_slime_asks(bench: Bench):
     args = bench.args(rollout={"concurrency": 4, "retries": 0, "max_staleness": 1})
     hooks.generate_rollout_async(args, 0, None)
-    assert {trial.name[:10] for trial in bench.runs[0].trials.iterdir()} == {"step-00000"}
+    assert {trial.name[:10] for trial in bench.runs[0].paths.trials.iterdir()} == {"step-00000"}
 
 
 def _appears(folder: Path, pattern: str) -> bool:

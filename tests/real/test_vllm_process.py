@@ -94,7 +94,7 @@ async def test_a_run_ends_when_its_server_does_and_says_why_and_how_it_goes_on(
     log = tmp_path / "log"
     if verb:
         with RunDir.create(tmp_path / "run", RunConfig(), purpose=Purpose(verb=verb)) as folder:
-            log = folder.engine_log
+            log = folder.paths.engine_log
 
     async def run() -> None:
         async with serving(engine(tmp_path), GPU, tmp_path, WANTED, log):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dockyard.run_dir.run import settings_file
+from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.load import load_run_config
 
 SLIME_REPO = os.environ.get("SLIME_REPO")
@@ -110,7 +110,7 @@ DynamicFilterOutput: Any = import_module("slime.rollout.filter_hub.base_types").
 
 def slime_args(run: Path, router_url: str, model: Path, **more: Any) -> Namespace:
     """What the hooks read of SLiME's arguments."""
-    config = load_run_config(settings_file(run), [])
+    config = load_run_config(RunPaths(run).config, [])
     host, _, port = router_url.removeprefix("http://").partition(":")
     return Namespace(
         **{

@@ -103,7 +103,7 @@ def test_a_resumed_run_has_the_same_groups_and_makes_none_twice(tmp_path: Path, 
             asyncio.run(kill(rollouts_of(run, killed, tasks), killed))
         with RunDir.resume(path) as run:
             assert asyncio.run(collected(rollouts_of(run, FakeRunner(), tasks))) == expected
-            texts = [run.rollouts_file(step_phase(step)).read_text() for step in range(STEPS)]
+            texts = [run.paths.rollouts_of(step_phase(step)).read_text() for step in range(STEPS)]
         assert sum(text.count("\n") for text in texts) == len(whole.made)
 
 

@@ -47,7 +47,7 @@ def write_run(
                 for parameter in policy.model.parameters():
                     if parameter.requires_grad:
                         parameter.normal_(std=0.2)
-            with run.new_checkpoint(step) as folder:
+            with run.checkpoints.new(step) as folder:
                 policy.save(folder)
             if step == best:
                 score = HeldoutScore(step=step, reward=0.75)
@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     config = RunConfig(model=ModelConfig(name=str(tiny_model_dir())), tasks=TasksConfig(source="demo"))
     RunDir.create(tmp_path / "empty", config).close()
-    with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(2) as folder:
+    with RunDir.create(tmp_path / "run", config) as run, run.checkpoints.new(2) as folder:
         (folder / "adapter_config.json").touch()
     (tmp_path / "file").write_text("mine")
     (tmp_path / "mine").mkdir()

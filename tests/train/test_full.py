@@ -216,7 +216,7 @@ def write_run(path: Path, base: Path | None = None, lr: float = 1e-2, **model: A
     with RunDir.create(path, RunConfig(model=settings, trainer=trainer, tasks=TasksConfig(source="demo"))) as run:
         policy = Policy(load_model(base or tiny_model_dir(), settings), trainer, GRPOConfig(), temperature=1.0, seed=0)
         policy.update(GROUPS, 10)
-        with run.new_checkpoint(1) as folder:
+        with run.checkpoints.new(1) as folder:
             policy.save(folder)
     return path, policy
 

@@ -123,7 +123,7 @@ async def trained_here(path: Path) -> bytes:
         for step in range(STEPS):
             await learner.update(groups_of(step))
         await learner.publish()
-    return (run.adapter_dir(STEPS) / "adapter_model.safetensors").read_bytes()
+    return (run.paths.adapter(STEPS) / "adapter_model.safetensors").read_bytes()
 
 
 def ask() -> GenerateRequest:
@@ -157,7 +157,7 @@ async def test_whenever_its_server_is_replaced_it_learns_the_same(tmp_path: Path
         assert learner.version == STEPS
         assert host.falls_at is None
         assert host.starts == {"never": 1, "while it is read": 2, "while it learns": 2}.get(moment, STEPS + 1)
-        saved = (run.adapter_dir(STEPS) / "adapter_model.safetensors").read_bytes()
+        saved = (run.paths.adapter(STEPS) / "adapter_model.safetensors").read_bytes()
         assert [folder.name for folder in sorted((run.path / "checkpoints").iterdir())] == ["step-00002", "step-00004"]
     assert saved == await trained_here(tmp_path / "here")
 
@@ -175,7 +175,7 @@ async def test_a_resumed_run_goes_on_from_its_checkpoint_and_says_so_to_a_new_po
             for step in (2, 3):
                 await learner.update(recorded_groups(run, step) or record(run, step))
             await learner.checkpoint()
-        saved = (run.adapter_dir(STEPS) / "adapter_model.safetensors").read_bytes()
+        saved = (run.paths.adapter(STEPS) / "adapter_model.safetensors").read_bytes()
     assert saved == await trained_here(tmp_path / "here")
 
 
@@ -185,9 +185,9 @@ async def test_a_run_that_died_right_after_it_was_saved_has_its_adapter_when_it_
             for step in range(STEPS):
                 await learner.update(record(run, step))
             await learner.checkpoint()
-        file = run.adapter_dir(STEPS) / "adapter_model.safetensors"
+        file = run.paths.adapter(STEPS) / "adapter_model.safetensors"
         saved = file.read_bytes()
-        shutil.rmtree(run.adapter_dir(STEPS))
+        shutil.rmtree(run.paths.adapter(STEPS))
         async with hosted(tmp_path / "second", run) as (_, learner):
             await learner.publish()
         assert file.read_bytes() == saved

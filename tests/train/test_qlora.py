@@ -168,7 +168,7 @@ def test_an_export_is_merged_into_the_base_with_all_its_bits_and_says_so(
 ):
     model = ModelConfig(name=str(tiny_model_dir()), device="cpu")
     config = RunConfig(model=model, trainer=TRAINER, tasks=TasksConfig(source="demo"))
-    with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(1) as folder:
+    with RunDir.create(tmp_path / "run", config) as run, run.checkpoints.new(1) as folder:
         policy = policy_of(tiny_model_dir())
         policy.update(GROUPS, 10)
         policy.save(folder)

@@ -53,18 +53,18 @@ def test_the_summary_and_the_report_say_what_happened(tmp_path: Path):
             "wall_s": 60.0,
         }
         text = report(run, summary)
-        draw_curve(summary, run.curve)
+        draw_curve(summary, run.paths.curve)
     assert EVALUATION in text
     assert "I do not know." in text
     assert "echo hi" in text
     assert "engine_failed 2" in text
-    assert run.curve.read_bytes().startswith(b"\x89PNG")
+    assert run.paths.curve.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_an_evaluation_has_a_report_too(tmp_path: Path):
     with RunDir.create(tmp_path / "run", RunConfig(steps=0)) as run:
         summary = RunSummary.of(run, wall_s=1.0)
-        draw_curve(summary, run.curve)
+        draw_curve(summary, run.paths.curve)
         assert summary.before is None
         assert summary.json()["eval_before_kinds"] is None
         assert "0 rollouts" in report(run, summary)

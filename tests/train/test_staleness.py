@@ -63,7 +63,7 @@ def late_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     update = learners.LocalLearner.update
 
     async def wait_and_update(learner: learners.LocalLearner, groups: tuple[Group, ...]) -> dict[str, float]:
-        early = learner.run.rollouts_file(step_phase(learner.version + 1))
+        early = learner.run.paths.rollouts_of(step_phase(learner.version + 1))
         while learner.config.rollout.max_staleness and learner.version + 1 < STEPS and not early.exists():
             await asyncio.sleep(0.01)
         return await update(learner, groups)

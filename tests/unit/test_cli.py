@@ -172,8 +172,8 @@ def test_a_failed_run_exits_1_without_a_traceback(capsys: pytest.CaptureFixture[
 
 def test_after_an_engine_that_did_not_start_its_log_is_there_and_the_same_command_begins_anew():
     def training(config: RunConfig, *, run_dir: RunDir) -> None:
-        assert not run_dir.engine_log.exists() or run_dir.engine_log.read_text() == "CUDA error"
-        run_dir.engine_log.write_text("CUDA error")
+        assert not run_dir.paths.engine_log.exists() or run_dir.paths.engine_log.read_text() == "CUDA error"
+        run_dir.paths.engine_log.write_text("CUDA error")
         raise DockyardError("vLLM did not start", hint="look at its log")
 
     for _ in range(2):

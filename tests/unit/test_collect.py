@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dockyard import HarborConfig, HarborRolloutGenerator
+from dockyard import HarborConfig, HarborRolloutGenerator, process
 from dockyard.cli import main
-from dockyard.collect.api import run_to_end
 from dockyard.collect.evaluate import EvalReport
 from dockyard.collect.open import NoModel, find_model_files, open_pool
 from dockyard.collect.rollout import RolloutSummary
@@ -107,11 +106,11 @@ async def answer() -> tuple[int, bool]:
 
 
 def test_a_coroutine_is_run_where_the_caller_is():
-    assert run_to_end(answer()) == (7, True)
+    assert process.blocking(lambda: process.run(answer())) == (7, True)
 
 
 async def test_a_coroutine_is_run_beside_a_running_loop():
-    assert run_to_end(answer()) == (7, False)
+    assert process.blocking(lambda: process.run(answer())) == (7, False)
 
 
 async def test_what_a_coroutine_raises_beside_a_running_loop_is_raised():
@@ -119,7 +118,7 @@ async def test_what_a_coroutine_raises_beside_a_running_loop_is_raised():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        run_to_end(fail())
+        process.blocking(lambda: process.run(fail()))
 
 
 def test_settings_from_python_are_those_of_a_run():
@@ -141,7 +140,7 @@ def test_an_unknown_agent_is_refused_from_python_before_a_folder_is_made(tmp_pat
 
 @pytest.mark.parametrize("n_tasks", [0, -1])
 def test_a_number_of_tasks_below_1_is_refused_from_python_before_a_folder_is_made(n_tasks: int, tmp_path: Path):
-    with pytest.raises(UsageError, match=f"`n_tasks` is {n_tasks}, not a whole number from 1"):
+    with pytest.raises(UsageError, match=f"`n_tasks` is {n_tasks}; it must be at least 1"):
         HarborRolloutGenerator(HarborConfig(agent="oracle")).generate("anything", n_tasks=n_tasks)
     assert list(tmp_path.iterdir()) == []
 
@@ -247,4 +246,4 @@ def test_the_phases_of_rollouts_and_evaluations_are_recorded_like_steps(tmp_path
             run.write_rollout(phase, rollout("a", 0, 1.0))
             [recorded] = run.read_rollouts(phase)
             assert (recorded.phase, recorded.step, recorded.rollout.reward) == (phase, None, 1.0)
-            assert run.rollouts_file(phase).name == f"{phase}.jsonl"
+            assert run.paths.rollouts_of(phase).name == f"{phase}.jsonl"

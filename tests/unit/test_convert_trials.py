@@ -279,12 +279,12 @@ def test_a_run_in_text_mode_is_tokenised(run: RunDir):
 def test_of_a_run_what_is_lost_torn_or_for_evaluation_is_skipped_by_name(run: RunDir):
     run.write_rollout(ROLLOUTS, rollout(0, segment([1], [2])))
     run.write_rollout(ROLLOUTS, rollout(0, segment([1], [2, 3])))
-    with run.rollouts_file(ROLLOUTS).open("ab") as file:
+    with run.paths.rollouts_of(ROLLOUTS).open("ab") as file:
         file.write(b'{"phase": "rollouts"}\n')
     run.write_rollout(ROLLOUTS, Rollout(task="t", kind="", attempt=1, segments=(), reward=None, failure=LOST))
     run.write_rollout(ROLLOUTS, rollout(2))
     run.write_rollout(EVAL, rollout(0, segment([1], [2])))
-    with run.rollouts_file(ROLLOUTS).open("ab") as file:
+    with run.paths.rollouts_of(ROLLOUTS).open("ab") as file:
         file.write(b'{"phase": "rol')
     found = list(read_trials(run.path, tiny_renderer()))
     assert [(one.skipped, one.rollout.num_sampled) for one in found] == [
@@ -295,7 +295,7 @@ def test_of_a_run_what_is_lost_torn_or_for_evaluation_is_skipped_by_name(run: Ru
         ("no_model_calls", 0),
     ]
     assert "rollouts.jsonl line 3" in found[2].detail
-    [evaluated] = read_trials(run.rollouts_file(EVAL), tiny_renderer())
+    [evaluated] = read_trials(run.paths.rollouts_of(EVAL), tiny_renderer())
     assert evaluated.skipped is None
 
 

@@ -33,6 +33,8 @@ ORDER = (
     "collect",
     "rl",
     "trainer",
+    "verbs",
+    "api",
     "backends",
     "dashboard",
     "serve",
@@ -51,6 +53,7 @@ TORCH_ALLOWED = (
 )
 WITHOUT_TORCH = (
     "dockyard",
+    "dockyard.api",
     "dockyard.backends.modal.launch",
     "dockyard.cli",
     "dockyard.collect.open",
@@ -59,6 +62,7 @@ WITHOUT_TORCH = (
     "dockyard.gateway",
     "dockyard.rollout",
     "dockyard.trainer.run",
+    "dockyard.verbs",
 )
 
 

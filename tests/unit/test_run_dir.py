@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import append_line, read_lines
+from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.settings.text import settings_by_key
@@ -189,7 +190,7 @@ def test_a_torn_line_is_dropped_by_readers_and_cut_off_by_the_next_append(tmp_pa
 
 
 @pytest.mark.parametrize("torn", [b"x", b"x" * 200_000])
-def test_a_file_of_nothing_but_a_torn_line_starts_anew(tmp_path: Path, torn: bytes):
+def test_a_file_of_nothing_but_a_torn_line_starts_again(tmp_path: Path, torn: bytes):
     file = tmp_path / "lines"
     file.write_bytes(torn)
     assert read_lines(file) == []
@@ -289,20 +290,20 @@ def test_metrics_are_one_object_per_step_and_never_hold_a_step_twice(tmp_path: P
 
 
 def write_half_a_checkpoint(run: RunDir, step: int) -> None:
-    with run.new_checkpoint(step) as folder:
+    with run.checkpoints.new(step) as folder:
         (folder / "weights").write_bytes(b"half")
         raise KeyError
 
 
 def test_a_checkpoint_is_whole_or_absent(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
-        assert run.latest_checkpoint() is None
-        with run.new_checkpoint(10) as folder:
+        assert run.checkpoints.latest() is None
+        with run.checkpoints.new(10) as folder:
             (folder / "inner").mkdir()
             (folder / "inner" / "weights").write_bytes(b"10")
         with pytest.raises(KeyError):
             write_half_a_checkpoint(run, 20)
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert (latest.step, (latest.path / "inner" / "weights").read_bytes()) == (10, b"10")
         assert [path.name for path in latest.path.parent.iterdir()] == ["step-00010"]
@@ -311,9 +312,9 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path: Path):
 def test_a_checkpoint_may_be_written_again(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         for content in (b"first", b"second"):
-            with run.new_checkpoint(10) as folder:
+            with run.checkpoints.new(10) as folder:
                 (folder / content.decode()).write_bytes(content)
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert [path.name for path in latest.path.iterdir()] == ["second"]
         assert [path.name for path in latest.path.parent.iterdir()] == ["step-00010"]
@@ -322,16 +323,16 @@ def test_a_checkpoint_may_be_written_again(tmp_path: Path):
 def test_the_latest_checkpoint_is_by_number(tmp_path: Path):
     with RunDir.create(tmp_path / "run", CONFIG) as run:
         for step in (99_999, 100_000, 5):
-            with run.new_checkpoint(step):
+            with run.checkpoints.new(step):
                 pass
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert latest.step == 100_000
 
 
 def write_checkpoints(run: RunDir, *steps: int) -> None:
     for step in steps:
-        with run.new_checkpoint(step) as folder:
+        with run.checkpoints.new(step) as folder:
             (folder / "adapter").write_text(str(step))
 
 
@@ -364,7 +365,7 @@ def test_the_best_adapter_is_kept_with_its_score_whatever_happens_to_checkpoints
     with RunDir.resume(tmp_path / "run") as run:
         assert run.checkpoints.best() == HeldoutScore(step=4, reward=0.75)
         assert (run.checkpoints.best_path / "adapter").read_text() == "4"
-        latest = run.latest_checkpoint()
+        latest = run.checkpoints.latest()
         assert latest
         assert latest.step == 8
 
@@ -540,6 +541,30 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_run(tmp_path: Path):
     RunDir.resume(tmp_path / "run").close()  # the lock was released
 
 
+def test_the_settings_of_a_resumed_run_are_read_once(tmp_path: Path):
+    RunDir.create(tmp_path / "run", CONFIG).close()
+    script = """
+import sys
+from dockyard.cli import main
+opened = []
+sys.addaudithook(lambda event, found: opened.append(str(found[0])) if event == "open" else None)
+code = main(["train", "--resume", sys.argv[1]], run_training=lambda config, *, run_dir: None)
+print(code, sum(path.endswith("/config.toml") for path in opened))
+"""
+    run = str(tmp_path / "run")
+    done = subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, timeout=600)
+    assert done.stdout == "0 1\n", done.stderr
+
+
+def test_a_path_inside_a_run_is_built_without_touching_the_disk(tmp_path: Path):
+    paths = RunPaths(tmp_path / "none")
+    assert paths.rollouts_of(eval_phase(3)) == tmp_path / "none/rollouts/eval-00003.jsonl"
+    assert paths.adapter(3) == tmp_path / "none/adapters/v00003"
+    assert {path.parent for path in paths.contents} == {paths.root}
+    assert paths.contents[-1] == paths.config
+    assert not paths.root.exists()
+
+
 def test_a_run_given_more_steps_is_evaluated_again(tmp_path: Path):
     with RunDir.create(tmp_path / "run", RunConfig(steps=2, tasks=TasksConfig(source="demo"))) as run:
         run.write_rollout(EVAL_BEFORE, a_rollout())
@@ -553,7 +578,7 @@ def test_a_run_given_more_steps_is_evaluated_again(tmp_path: Path):
 
 def test_a_run_is_not_given_fewer_steps_than_it_has_made(tmp_path: Path):
     config = RunConfig(steps=4, tasks=TasksConfig(source="demo"))
-    with RunDir.create(tmp_path / "run", config) as run, run.new_checkpoint(4) as folder:
+    with RunDir.create(tmp_path / "run", config) as run, run.checkpoints.new(4) as folder:
         (folder / "x").touch()
     with pytest.raises(UsageError, match="this run has made 4"):
         RunDir.resume(tmp_path / "run", ["--steps=3"])

@@ -126,13 +126,13 @@ def test_an_empty_dataset_of_a_registry_is_an_error(tmp_path: Path):
 def test_a_drawn_split_is_recorded_and_read_again(tmp_path: Path, tasks: Path):
     with run_of(tmp_path, train=tasks, heldout_share=0.25) as run:
         sets = task_sets(run)
-        recorded = json.loads(run.split_file.read_text())
+        recorded = json.loads(run.paths.split.read_text())
         assert {task.name for task in sets.heldout} == set(recorded["heldout"])
         assert len(sets.heldout) == 3
         assert not {task.name for task in sets.train} & {task.name for task in sets.heldout}
         assert len(sets.train) == 9
         recorded["heldout"], recorded["train"] = recorded["train"], recorded["heldout"]
-        run.split_file.write_text(json.dumps(recorded))
+        run.paths.split.write_text(json.dumps(recorded))
         assert len(task_sets(run).heldout) == 9
 
 

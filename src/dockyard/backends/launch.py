@@ -27,7 +27,7 @@ from dockyard.rollout.blame import DockerUnreachableError
 from dockyard.rollout.docker.docker_cli import DockerError
 from dockyard.rollout.docker.site import remove_leftovers
 from dockyard.run_dir.durable import disk_errors, write_atomically
-from dockyard.run_dir.run import RunDir, task_list_file
+from dockyard.run_dir.run import RunDir, RunPaths
 from dockyard.settings.load import Provenance, setting_text
 from dockyard.settings.messages import SettingProblem, raise_if_any
 from dockyard.tasks.order import with_steps
@@ -38,16 +38,16 @@ _FORMAT = TypeAdapter(TaskSets)
 
 def write_task_list(run: RunDir) -> TaskSets:
     """Write the list of the run's tasks if there is none yet, and return it. A resumed run keeps its list."""
-    if not run.task_list.exists():
+    if not run.paths.task_list.exists():
         found = task_sets(run)
         anywhere = TaskSets(train=_anchored(found.train), heldout=_anchored(found.heldout))
-        write_atomically(run.task_list, _FORMAT.dump_json(anywhere, indent=1))
+        write_atomically(run.paths.task_list, _FORMAT.dump_json(anywhere, indent=1))
     return read_task_list(run.path)
 
 
 def read_task_list(folder: Path) -> TaskSets:
     """Read the task list of the run in this folder."""
-    file = task_list_file(folder)
+    file = RunPaths(folder).task_list
     try:
         return _FORMAT.validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
@@ -147,9 +147,9 @@ def prepare(backend: Backend, run: RunDir) -> BackendLaunch:
     tasks = write_task_list(run)
     launch = backend.plan(with_steps(run.config, len(tasks.train)), run.path)
     with disk_errors(run.path):
-        run.backend.mkdir(exist_ok=True)
+        run.paths.backend.mkdir(exist_ok=True)
         for name, text in launch.files.items():
-            write_atomically(run.backend / name, text.encode())
+            write_atomically(run.paths.backend / name, text.encode())
     return launch
 
 

@@ -117,4 +117,4 @@ def _work(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work:
 
 
 def _names(run: RunDir, launch: "BackendLaunch") -> str:
-    return ", ".join(f"`{short(run.backend / name)}`" for name in launch.files)
+    return ", ".join(f"`{short(run.paths.backend / name)}`" for name in launch.files)

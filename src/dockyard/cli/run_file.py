@@ -13,7 +13,7 @@ from dockyard.cli.terminal import print_data, say
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.process import stopped_by_signals
-from dockyard.run_dir.run import Purpose, RunDir, read_purpose, resumed_config
+from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
 from dockyard.settings.load import load_run_config
 from dockyard.settings.text import settings_help, to_toml
 
@@ -120,15 +120,28 @@ class RunArguments:
 
     def config(self) -> RunConfig:
         """The settings the run would have."""
-        if self.resume:
-            return resumed_config(self.resume, self.overrides)
-        return load_run_config(self.toml, self.overrides, drop=self.drop)
+        return self.read().config
 
-    def open(self, config: RunConfig, purpose: Purpose) -> RunDir:
+    def read(self) -> "RunSettings":
+        """Read the settings once, for `carry_out`."""
+        resumed = ResumedRun.read(self.resume, self.overrides) if self.resume else None
+        config = resumed.config if resumed else load_run_config(self.toml, self.overrides, drop=self.drop)
+        return RunSettings(config=config, resumed=resumed)
+
+    def open(self, settings: "RunSettings", purpose: Purpose) -> RunDir:
         """The run's folder, new or as it was left."""
-        if self.resume:
-            return RunDir.resume(self.resume, self.overrides)
+        if settings.resumed:
+            return RunDir.reopen(settings.resumed)
+        config = settings.config
         return RunDir.create(config.run_dir, config, overwrite=self.overwrite, purpose=purpose)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The settings of a run, and of a resumed run those it had before."""
+
+    config: RunConfig
+    resumed: ResumedRun | None
 
 
 def purpose_of(arguments: argparse.Namespace, fresh: Purpose, flags: Sequence[Flag]) -> Purpose:
@@ -147,12 +160,13 @@ def purpose_of(arguments: argparse.Namespace, fresh: Purpose, flags: Sequence[Fl
 
 def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunConfig], Work]) -> int:
     """Open the run and do the work. `prepare` finds what must fail before a folder is made."""
-    config = arguments.config()
+    settings = arguments.read()
+    config = settings.config
     if arguments.dry_run:
         print_data(config.model_dump_json(indent=2) + "\n" if arguments.json else to_toml(config))
         return 0
     work = prepare(config)
-    with arguments.open(config, purpose) as run:
+    with arguments.open(settings, purpose) as run:
         try:
             with stopped_by_signals():
                 code = work(run)

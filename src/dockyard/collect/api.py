@@ -1,12 +1,8 @@
 """Rollouts from Python: `HarborRolloutGenerator(config=HarborConfig(...)).generate(dataset=..., n_tasks=...)`.
 
-It may be called from synchronous code, inside a notebook's running event loop too.
+The calls are synchronous and work in any thread, also while an event loop is running, as in a notebook.
 """
 
-import asyncio
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dockyard import process
-from dockyard.collect.harbor_env_vars import hush
+from dockyard.collect.harbor_env_vars import harbor_environment
 from dockyard.collect.open import check_run, find_model_files
 from dockyard.collect.rollout import rollout_order
 from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in
@@ -22,83 +18,50 @@ from dockyard.config import Config, RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.job import read_job
 from dockyard.run_dir.run import Purpose, RunDir
-from dockyard.settings.load import read_dotenv
 from dockyard.tasks.registry import load_dataset
 from dockyard.types import Rollout
 
 
-def run_to_end[T](main: Coroutine[Any, Any, T]) -> T:
-    """What the coroutine returns. Ctrl-C cancels it and waits for it to clean up."""
-    if threading.current_thread() is threading.main_thread() and not _is_loop_running():
-        return process.run(main)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(main)
-    with ThreadPoolExecutor(1, "dockyard-rollouts") as thread:
-        running = thread.submit(_run, loop, task)
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            loop.call_soon_threadsafe(task.cancel)
-            raise
-
-
-def _run[T](loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(_result(task))
-
-
-async def _result[T](task: asyncio.Task[T]) -> T:
-    return await task
-
-
-def _is_loop_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 class HarborConfig(Config):
-    """Who attempts tasks, where, and how often."""
+    """The model, agent and environment of a `HarborRolloutGenerator`."""
 
     model: str = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
-    """A model folder, a Hub name, or `smollm2-135m`. Not needed by agents that ask no model, such as `oracle`."""
+    """A model folder, a Hub name, or `smollm2-135m`. Agents that call no model, such as `oracle`, do not load it."""
     agent: str = "qwen-coder"
     """Any Harbor agent (`dockyard agents` lists them), `shell`, or your own `module:Class`."""
     environment: str = "docker"
     """`docker`, `sandbox`, or any other Harbor environment type."""
     n_concurrent: int = Field(default=4, ge=1)
-    """Rollouts under way at the same time."""
+    """Number of concurrent rollouts."""
     n_samples: int = Field(default=1, ge=1)
     """Rollouts per task."""
     base_url: str | None = None
-    """Of a server to sample from. None samples in this process, which needs torch."""
+    """Base URL of an inference server. None samples in this process, which needs torch."""
     engine: Literal["vllm", "sglang", "openai"] = "openai"
-    """What the server at `base_url` is. `openai` is any; where it returns no token ids, rollouts are text."""
+    """Type of the server at `base_url`. `openai` is any compatible server; without token ids, rollouts are text."""
     api_key_env: str | None = None
-    """The environment variable that holds the server's API key."""
+    """Name of the environment variable that holds the server's API key."""
     temperature: float = Field(default=1.0, gt=0, le=2)
-    """Of every model call, whatever the agent asks for."""
+    """Sampling temperature of every model call. Overrides the agent's own."""
     max_new_tokens: int = Field(default=4096, ge=1)
-    """Upper limit on the tokens of one model call."""
+    """Maximum number of tokens per model call."""
     agent_timeout_s: float = Field(default=1800, gt=0)
-    """Upper limit on the agent's time in one rollout."""
+    """Time limit of the agent in one rollout, in seconds."""
     agent_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the agent's constructor as they are."""
+    """Keyword arguments of the agent's constructor."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment's constructor as they are."""
+    """Keyword arguments of the environment's constructor."""
     registry_path: Path | None = None
-    """A `registry.json` in which datasets are looked up by name. None asks Harbor's own, over the network."""
+    """A `registry.json` in which datasets are looked up by name. None uses Harbor's registry, over the network."""
     output_dir: Path | None = None
-    """The run folder that keeps the rollouts. None makes a new one under `runs`."""
+    """The run folder for the rollouts. None creates a new one under `runs`."""
     harbor_cli: bool = False
-    """Make each rollout by a `harbor run` command instead of Harbor's Python API."""
+    """Make each rollout with a `harbor run` command instead of Harbor's Python API."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of everything random."""
+    """Random seed."""
 
     def run_config(self) -> RunConfig:
-        """The same as the settings of a run."""
+        """Return the equivalent settings of a run."""
         server = {"type": self.engine, "url": self.base_url, "api_key_env": self.api_key_env} if self.base_url else {}
         return RunConfig.model_validate(
             {
@@ -121,19 +84,18 @@ class HarborRolloutGenerator:
         self.config = config or HarborConfig()
 
     def generate(self, dataset: str | Path, n_tasks: int | None = None) -> list[Rollout]:
-        """Attempt the dataset's tasks, or the first of them, `n_samples` times each. Waits until all are done.
+        """Attempt the tasks of a dataset `n_samples` times each, and return the rollouts when all are finished.
 
-        `dataset` is a folder of tasks, or `name@version` in the registry. A rollout without a reward was lost through
-        no fault of the policy; its `failure` says how.
+        `dataset` is a folder of tasks, or `name@version` in the registry. `n_tasks` limits the tasks to the first ones.
+        A rollout whose reward is None was lost to an infrastructure failure, which its `failure` describes.
         """
         if n_tasks is not None and n_tasks < 1:
-            raise UsageError(f"`n_tasks` is {n_tasks}, not a whole number from 1", hint="`None` takes every task")
-        hush()
-        read_dotenv()
-        return run_to_end(self._generate(dataset, n_tasks))
+            raise UsageError(f"`n_tasks` is {n_tasks}; it must be at least 1", hint="`None` takes every task")
+        with harbor_environment():
+            return process.blocking(lambda: process.run(self._generate(dataset, n_tasks)))
 
     def generate_from_existing_job(self, path: str | Path) -> list[Rollout]:
-        """The rollouts of a job that `harbor run` made. Tokens are there only where the agent kept them."""
+        """Return the rollouts of a finished `harbor run` job. They have tokens only if the agent recorded them."""
         return read_job(Path(path))
 
     async def _generate(self, dataset: str | Path, n_tasks: int | None) -> list[Rollout]:

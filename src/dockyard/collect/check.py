@@ -135,7 +135,10 @@ def check_tasks(
     """Run what is not recorded yet, and leave the report in the run's folder."""
     reports = process.run(_check(run, candidates, prepared, difficulty or 0))
     report = QualityReport.of(
-        list(reports.values()), folder=candidates.folder, rollouts=run.rollouts_file(ROLLOUTS), trials=run.trials
+        list(reports.values()),
+        folder=candidates.folder,
+        rollouts=run.paths.rollouts_of(ROLLOUTS),
+        trials=run.paths.trials,
     )
     run.write_summary(asdict(report))
     return report
@@ -179,10 +182,10 @@ async def _check(
 
 async def _gate(run: RunDir, candidates: Candidates) -> dict[str, TaskReport]:
     # Once a policy has begun, what it is given stands: its records are of the tasks that were good then.
-    retry_lost = not run.rollouts_file(EVAL).exists()
+    retry_lost = not run.paths.rollouts_of(EVAL).exists()
     order = _order(run, ROLLOUTS, candidates.tasks, len(_AGENTS), retry_lost=retry_lost)
     groups = await _run_judges(run, order) if order.tasks else ()
-    trials = [run.trials / attempt.name for attempt in order.attempts()]
+    trials = [run.paths.trials / attempt.name for attempt in order.attempts()]
     reports = dict(candidates.reports)
     for index, group in enumerate(groups):
         report, (oracle, nop) = reports[group.task], group.rollouts

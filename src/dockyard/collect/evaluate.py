@@ -1,4 +1,4 @@
-"""`dockyard eval`: held-out tasks, each attempted a few times, and what that says about others like them."""
+"""`dockyard eval`: attempt held-out tasks several times each, and estimate pass@k and the mean reward."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ from dockyard.types import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Scores over all tasks and over each kind. Rollouts that were lost count in none of them."""
+    """Scores over all tasks and per kind of task. Lost rollouts are not counted."""
 
     scores: Scores | None
-    """None when every rollout was lost."""
+    """None if every rollout was lost."""
     kinds: dict[str, Scores]
     rollouts: int
     lost: int
@@ -44,7 +44,7 @@ class EvalReport:
         )
 
     def table(self) -> str:
-        """For people."""
+        """Format the report for the terminal."""
         lines = [f"{self.split} tasks: means over tasks, with 95 % confidence intervals"]
         if self.scores:
             lines += _columns(self.scores, self.kinds if len(self.kinds) > 1 else {})
@@ -55,10 +55,10 @@ class EvalReport:
 
 
 def _columns(overall: Scores, kinds: dict[str, Scores]) -> list[str]:
-    """One line a kind, one column a measure."""
+    """Format one line per kind of task and one column per score."""
     rows = [["kind", "tasks", *(f"pass@{k}" for k in overall.passes), "mean reward"]]
     for name, scores in [("all", overall), *kinds.items()]:
-        # A kind that lost rollouts may lack the largest k.
+        # A kind with lost rollouts may lack the largest k.
         cells = [*(scores.passes.get(k) for k in overall.passes), scores.reward]
         rows.append([name or "(none)", str(scores.reward.num_tasks), *map(_cell, cells)])
     return aligned(rows)
@@ -69,7 +69,7 @@ def _cell(score: Score | None) -> str:
 
 
 def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> EvalReport:
-    """Attempt the tasks and leave the scores in the run's folder. Seeds are those of evaluations during training."""
+    """Attempt the tasks and write the scores to the run folder. Seeds are those of evaluations during training."""
     config = run.config
     order = Order(
         phase=EVAL,
@@ -82,6 +82,6 @@ def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> Ev
     )
     groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
     adapter = str(prepared.adapter) if prepared.adapter else None
-    report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.rollouts_file(EVAL)))
+    report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.paths.rollouts_of(EVAL)))
     run.write_summary(asdict(report))
     return report

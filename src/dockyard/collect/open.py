@@ -103,7 +103,7 @@ async def open_pool(
 ) -> AsyncGenerator[RolloutPool]:
     """Open a pool whose rollouts sample from this engine. `renderer` is None if the engine is a source of text."""
     phases = Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout)
-    async with open_runner(config, engine, renderer, run=run.id, trials=run.trials, phases=phases) as runner:
+    async with open_runner(config, engine, renderer, run=run.id, trials=run.paths.trials, phases=phases) as runner:
         yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
 
 

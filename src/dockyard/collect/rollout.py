@@ -1,4 +1,4 @@
-"""`dockyard rollout`: one pass over the training tasks, recorded in a run folder, and what it came to."""
+"""`dockyard rollout`: one pass over the training tasks, recorded in a run folder, and its summary."""
 
 import time
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from dockyard.types import Rollout, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """Rollouts in numbers."""
+    """Statistics of a set of rollouts."""
 
     tasks: int
     rollouts: int
     reward: float | None
-    """The mean; None when all were lost."""
+    """The mean reward, or None if all rollouts were lost."""
     kinds: dict[str, float]
-    """The mean reward of each kind of task."""
+    """The mean reward per kind of task."""
     lost: int
-    """Without a reward, through no fault of the policy."""
+    """Number of rollouts without a reward, lost to infrastructure failures."""
     failures: dict[str, int]
     calls: int
     prompt_tokens: int
@@ -58,7 +58,7 @@ class RolloutSummary:
         )
 
     def table(self) -> str:
-        """For people."""
+        """Format the summary for the terminal."""
         rows = {
             "tasks": f"{self.tasks}, {self.rollouts} rollouts in {self.wall_s:.0f} s",
             "mean reward": "-" if self.reward is None else f"{self.reward:.3f}",
@@ -73,7 +73,7 @@ class RolloutSummary:
 
 
 def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:
-    """Each of these tasks so many times, sampled as for training."""
+    """Order `group_size` rollouts of each task, sampled as in training."""
     config = run.config
     return Order(
         phase=ROLLOUTS,
@@ -89,12 +89,15 @@ def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:
 def collect_rollouts(
     run: RunDir, prepared: PreparedRollouts, *, num_tasks: int | None, harbor_cli: bool
 ) -> RolloutSummary:
-    """Attempt the training tasks, or the first of them, and leave a summary in the run's folder."""
+    """Attempt the training tasks, or the first `num_tasks`, and write a summary to the run folder."""
     start = time.monotonic()
     order = rollout_order(run, tasks_of(run, "train")[:num_tasks], run.config.grpo.group_size)
     groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
     summary = RolloutSummary.of(
-        rollouts_in(groups), data=run.rollouts_file(ROLLOUTS), trials=run.trials, wall_s=time.monotonic() - start
+        rollouts_in(groups),
+        data=run.paths.rollouts_of(ROLLOUTS),
+        trials=run.paths.trials,
+        wall_s=time.monotonic() - start,
     )
     run.write_summary(asdict(summary))
     return summary

@@ -1,6 +1,6 @@
-"""Make a list of rollouts that train nothing, in a run folder, with a live progress line in a terminal.
+"""Make rollouts without training, in a run folder, with a live progress line in a terminal.
 
-Everything that can fail early is checked first.
+`prepare` checks everything that can be checked before the folder is made.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from dockyard.types import Group, Rollout, Task
 
 
 class RolloutProgress:
-    """Counts rollouts as they finish."""
+    """A progress line that counts finished rollouts."""
 
     def __init__(self, title: str, total: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -49,7 +49,7 @@ class RolloutProgress:
         self._live.stop()
 
     def finished(self, rollout: Rollout) -> None:
-        """A rollout is done."""
+        """Count a finished rollout."""
         self._done += 1
         if rollout.reward is not None:
             self._rewards.append(rollout.reward)
@@ -58,7 +58,7 @@ class RolloutProgress:
         self._show()
 
     def phases(self, counts: Mapping[Phase, int]) -> None:
-        """So many rollouts are in each phase now."""
+        """Show the number of rollouts in each phase."""
         self._phases = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
         self._show()
 
@@ -73,14 +73,14 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRollouts:
-    """What was found before the run's folder was made."""
+    """The model and the adapter, located before the run folder is made."""
 
     model: ModelFiles | None
     adapter: Path | None = None
 
 
 def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None) -> PreparedRollouts:
-    """Refuse what cannot run. Tasks that are made are made later, in the run's folder."""
+    """Raise an error if the run cannot work. Generated tasks are made later, in the run folder."""
     check_run(config)
     if split == "heldout":
         _check_heldout(config)
@@ -89,7 +89,7 @@ def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None)
 
 
 def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
-    """The tasks of one half of the run's."""
+    """Return the training or the held-out tasks of a run."""
     sets = task_sets(run)
     return sets.train if split == "train" else sets.heldout
 
@@ -103,10 +103,10 @@ def _check_heldout(config: RunConfig) -> None:
 async def gather(
     run: RunDir, prepared: PreparedRollouts, order: Order, *, title: str, harbor_cli: bool = False
 ) -> tuple[Group, ...]:
-    """Make this order's rollouts, or read those that are recorded."""
+    """Make the rollouts of an order, and read those that are already recorded."""
     with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
         async with (
-            open_source(run.config, prepared.model, prepared.adapter, log=run.engine_log) as source,
+            open_source(run.config, prepared.model, prepared.adapter, log=run.paths.engine_log) as source,
             open_pool(run.config, run, source.engine, source.renderer, progress.phases) as pool,
         ):
             pool = _by_command(pool) if harbor_cli else pool
@@ -119,5 +119,5 @@ def _by_command(pool: RolloutPool) -> RolloutPool:
 
 
 def rollouts_in(groups: Sequence[Group]) -> list[Rollout]:
-    """All of them, group by group."""
+    """Return the rollouts of all groups."""
     return [rollout for group in groups for rollout in group.rollouts]

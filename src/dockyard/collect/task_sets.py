@@ -34,7 +34,7 @@ def task_sets(run: RunDir) -> TaskSets:
     """Return the tasks of a run, after downloading or writing them if necessary. `recorded` has no training tasks."""
     tasks = run.config.tasks
     heldout = load_tasks(tasks.heldout) if tasks.heldout else []
-    request = SourceRequest(settings=tasks, seed=run.config.seed, folder=run.tasks)
+    request = SourceRequest(settings=tasks, seed=run.config.seed, folder=run.paths.tasks)
     found = find_source(tasks.source).open(request)
     if found.heldout is not None:
         return TaskSets(train=found.train, heldout=found.heldout)
@@ -45,7 +45,7 @@ def task_sets(run: RunDir) -> TaskSets:
 
 def _split(run: RunDir, tasks: list[Task]) -> TaskSets:
     """Split as recorded in the run; the first time, draw the split and record it."""
-    file = run.split_file
+    file = run.paths.split
     if not file.exists():
         write_split(file, split_tasks(tasks, heldout_share=run.config.tasks.heldout_share, seed=run.config.seed))
     split = read_split(file)

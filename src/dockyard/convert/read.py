@@ -26,7 +26,7 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rollout.job import CALL_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
 from dockyard.run_dir.records import RecordedRollout, from_line
-from dockyard.run_dir.run import recorded_files, settings_file
+from dockyard.run_dir.run import RunPaths, recorded_files
 from dockyard.types import Failure, Rollout
 
 # pyright: reportMissingTypeStubs=false
@@ -46,7 +46,9 @@ def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     """The rollouts of all phases. Evaluations are skipped; to convert one, pass its file."""
     files = recorded_files(path)
     if not files:
-        raise DockyardError(f"`{path}` has no rollouts", hint=f"`dockyard convert {path / 'trials'}` reads its trials")
+        raise DockyardError(
+            f"`{path}` has no rollouts", hint=f"`dockyard convert {RunPaths(path).trials}` reads its trials"
+        )
     for file in files:
         for found in read_recorded(file, tokeniser):
             is_evaluation = file.stem.startswith(_EVALUATIONS) and found.skipped != "unreadable"
@@ -56,7 +58,7 @@ def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
 
 def read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     """Read one file of rollouts line by line. Of an attempt that was recorded twice, the later line is used."""
-    who = _RunNames.of(settings_file(file.parent.parent))
+    who = _RunNames.of(RunPaths(file.parent.parent).config)
     latest = {key: number for number, line in _lines(file) if (key := _key(line))}
     for number, line in _lines(file):
         key = _key(line)

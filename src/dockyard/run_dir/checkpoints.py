@@ -1,4 +1,4 @@
-"""A run's checkpoints: one folder a step, whole or absent, and a copy of the best adapter so far."""
+"""The checkpoints of a run: one folder per saved step, complete or absent, and a copy of the best adapter so far."""
 
 import re
 import shutil
@@ -17,14 +17,14 @@ _BEST, _SCORE = "best", "score.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     step: int
     path: Path
 
 
 class HeldoutScore(BaseModel):
-    """What the policy got on held-out tasks after this many steps."""
+    """The mean reward on held-out tasks after a number of steps."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,47 +33,47 @@ class HeldoutScore(BaseModel):
 
 
 class Checkpoints:
-    """The folder they are in."""
+    """The folder that holds the checkpoints of one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
     def new(self, step: int) -> Generator[Path]:
-        """A folder to fill. It becomes the checkpoint of this step when the block ends well, else it never was."""
+        """Yield a folder to fill. It becomes the checkpoint of this step unless the block raises."""
         with whole_folder(self._folder / f"step-{step:05}") as draft:
             yield draft
 
     def all(self) -> list[Checkpoint]:
-        """By step."""
+        """List the checkpoints by step."""
         names = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in self._folder.glob("step-*"))
         found = [Checkpoint(step=int(match[1]), path=path) for path, match in names if match]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        """The one to resume from."""
+        """Return the checkpoint to resume from."""
         return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
 
     def keep_last(self, count: int) -> None:
-        """Remove all but the last so many; 0 keeps all. The latest is on disk before this is called."""
+        """Delete all but the last `count` checkpoints; 0 keeps all."""
         for checkpoint in self.all()[:-count] if count else ():
             remove_folder(checkpoint.path)
 
     @property
     def best_path(self) -> Path:
-        """An adapter and its score, nothing to resume from."""
+        """The folder of the best adapter and its score. A run cannot be resumed from it."""
         return self._folder / _BEST
 
     def best(self) -> HeldoutScore | None:
-        """The score of the best adapter so far."""
+        """Return the score of the best adapter so far, or None if there is none."""
         file = self.best_path / _SCORE
         try:
             return HeldoutScore.model_validate_json(file.read_bytes()) if file.exists() else None
         except ValidationError as error:
-            raise DockyardError(f"`{file}` is no score", hint=f"remove `{self.best_path}`, then resume") from error
+            raise DockyardError(f"`{file}` is not a score", hint=f"remove `{self.best_path}`, then resume") from error
 
     def keep_best(self, adapter: Path, score: HeldoutScore) -> bool:
-        """Copy this adapter if no other has a reward as high. Says whether it did."""
+        """Copy this adapter if its reward is higher than that of the best so far. Return whether it was copied."""
         best = self.best()
         if best and score.reward <= best.reward:
             return False

@@ -1,7 +1,7 @@
-"""Files and folders that survive `kill -9`: whole or absent, or line by line.
+"""Write files and folders so that `kill -9` leaves them complete or absent, and lines so that complete ones are kept.
 
-A line counts once its newline is written. What follows the last newline is a torn write: readers drop it, and the next
-append cuts it off.
+A line is complete once its newline is written. Data after the last newline is a torn write: readers skip it, and the
+next append removes it.
 """
 
 import errno
@@ -17,13 +17,13 @@ _DRAFT, _OLD = ".draft", ".old"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SAYS_FULL = tuple(text for code in _FULL for text in (os.strerror(code), f"(os error {code})"))
 _FREE_SPACE = "free some disk space, then `dockyard train --resume RUN_DIR`"
-_ALMOST_NOTHING = 64 * 2**20
+_ALMOST_FULL_BYTES = 64 * 2**20
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """Say what to do when the disk is full or may not be written; what was written before stays."""
+    """Turn the errors of a full or read-only disk into a DockyardError with a hint."""
     try:
         yield
     except OSError as error:
@@ -34,8 +34,8 @@ def disk_errors(path: Path) -> Generator[None]:
             raise DockyardError(reason, hint="check who owns the folder, or choose another `--run_dir`") from error
         raise
     except Exception as error:  # torch and safetensors have errors of their own for a full disk
-        told = any(text in str(error) for text in _SAYS_FULL)
-        if isinstance(error, DockyardError) or not (told or _is_full(path)):
+        says_full = any(text in str(error) for text in _SAYS_FULL)
+        if isinstance(error, DockyardError) or not (says_full or _is_full(path)):
             raise
         reason = f"cannot write `{path}`: no space left on its disk"
         raise DockyardError(reason, hint=_FREE_SPACE) from error
@@ -43,11 +43,11 @@ def disk_errors(path: Path) -> Generator[None]:
 
 def _is_full(path: Path) -> bool:
     folder = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(folder).free < _ALMOST_NOTHING
+    return shutil.disk_usage(folder).free < _ALMOST_FULL_BYTES
 
 
 def make_folder(path: Path, *, hint: str) -> None:
-    """Make a folder that a person named, and those above it. Where there can be none, `hint` says what to do."""
+    """Make a folder that the user named, and its parents. `hint` belongs to the error if that is impossible."""
     refuse_below_file(path, hint=hint)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -57,20 +57,20 @@ def make_folder(path: Path, *, hint: str) -> None:
 
 
 def refuse_below_file(path: Path, *, hint: str) -> None:
-    """An error, before any work is done for it, where nothing can be made because a file is on the way."""
+    """Raise UsageError if the folder cannot be made because one of its parents is a file."""
     if not _above(path).is_dir():
         raise UsageError(f"`{path}` cannot be made in `{_above(path)}`: it is a file", hint=hint)
 
 
 def _above(path: Path) -> Path:
-    """The nearest that is there."""
+    """Return the nearest parent that exists."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add one line and wait until it is on disk. A line that does not fit leaves the file as it was."""
+    """Append one line and wait until it is on disk. If the disk is full, the file keeps its earlier lines."""
     if b"\n" in line:
-        raise ValueError("a line cannot hold a newline")
+        raise ValueError("a line cannot contain a newline")
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -89,7 +89,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The whole lines of a file; none if there is no file."""
+    """Return the complete lines of a file, or an empty list if the file does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file: after a crash it holds either the old or the new content."""
+    """Replace a file. After a crash it has either the old or the new content."""
     draft = _beside(path, _DRAFT)
     with disk_errors(path):
         try:
@@ -115,7 +115,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Generator[Path]:
-    """A folder to fill. It takes the name `path` when the block ends well, and is removed when it does not."""
+    """Yield a folder to fill. It is renamed to `path` at the end of the block, and deleted if the block raises."""
     draft = _beside(path, _DRAFT)
     try:
         with disk_errors(path):
@@ -130,7 +130,7 @@ def whole_folder(path: Path) -> Generator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. One that is half removed no longer has its name."""
+    """Delete a folder. It loses its name first, so that an interrupted deletion leaves no incomplete folder."""
     draft = _beside(path, _DRAFT)
     shutil.rmtree(draft, ignore_errors=True)
     path.rename(draft)
@@ -138,7 +138,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what torn writes left behind, and take back a folder that was about to be replaced."""
+    """Delete the remains of interrupted writes, and restore a folder that was about to be replaced."""
     for left in folder.glob(f".*{_OLD}"):
         original = left.with_name(left.name.removeprefix(".").removesuffix(_OLD))
         if original.exists():
@@ -150,7 +150,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A new name in a folder is on disk only after the folder itself is."""
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -172,7 +172,7 @@ def _swap(draft: Path, path: Path) -> None:
 
 
 def _cut_torn_line(descriptor: int) -> int:
-    """The offset after the last newline, with nothing left behind it."""
+    """Truncate the file after its last newline, and return that offset."""
     size = end = os.fstat(descriptor).st_size
     block = 1 << 16
     while end > 0 and os.pread(descriptor, 1, end - 1) != b"\n":

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Val
 
 from dockyard.chat_format import exchange_json, parse_exchange, replace_surrogates
 from dockyard.errors import DockyardError
+from dockyard.run_dir.phases import step_of
 from dockyard.types import Exchange, Failure, Rollout, Segment
 
 
@@ -32,28 +33,6 @@ class RecordedRollout:
     def step(self) -> int | None:
         """The training step; None outside training."""
         return step_of(self.phase)
-
-
-def step_phase(step: int) -> str:
-    """The phase in which the rollouts of a training step run."""
-    return f"step-{step:05}"
-
-
-def step_of(phase: str) -> int | None:
-    """The training step of a phase; None outside training."""
-    name, _, number = phase.partition("-")
-    return int(number) if name == "step" else None
-
-
-def eval_phase(version: int) -> str:
-    """The phase that evaluates the weights of this version (after `version` steps) during training."""
-    return f"eval-{version:05}"
-
-
-def eval_of(phase: str) -> int | None:
-    """The weight version that a phase evaluates during training; None for any other phase."""
-    name, _, number = phase.partition("-")
-    return int(number) if name == "eval" and number.isdecimal() else None
 
 
 def to_line(recorded: RecordedRollout) -> bytes:

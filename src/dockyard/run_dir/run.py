@@ -1,9 +1,6 @@
-"""The run on disk, and the only file that builds paths inside it. Every finished rollout survives `kill -9`.
+"""A run folder as its process uses it: create or resume it, record results, and read them back.
 
-config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
-task-list.json  backend/  trackers/  engine.log
-rollouts/step-00003.jsonl  rollouts/eval-{00003,before,after}.jsonl  rollouts/{rollouts,eval}.jsonl
-checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
+Every finished rollout survives `kill -9`. `RunPaths` describes the layout of the folder.
 """
 
 import json
@@ -13,8 +10,9 @@ import os
 import shutil
 import threading
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
@@ -27,15 +25,11 @@ from pydantic_core import to_json
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.checkpoints import Checkpoint, Checkpoints, HeldoutScore
-from dockyard.run_dir.durable import (
-    append_line,
-    disk_errors,
-    make_folder,
-    read_lines,
-    remove_drafts,
-    write_atomically,
-)
-from dockyard.run_dir.records import RecordedRollout, eval_of, eval_phase, from_line, step_of, step_phase, to_line
+from dockyard.run_dir.claim import claim_folder, delete_run
+from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remove_drafts, write_atomically
+from dockyard.run_dir.paths import RunPaths
+from dockyard.run_dir.phases import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, eval_phase, step_phase
+from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.run_dir.resume import RESUMABLE, Purpose, load_purpose, refuse_fixed, take_lock, versions
 from dockyard.settings.load import anchored, load_run_config
 from dockyard.settings.text import to_toml
@@ -52,69 +46,72 @@ __all__ = [
     "HeldoutScore",
     "Purpose",
     "RecordedRollout",
+    "ResumedRun",
     "RunDir",
-    "checkpoints_of",
+    "RunPaths",
     "eval_phase",
+    "read_metrics",
     "read_purpose",
+    "read_recorded",
+    "read_summary",
     "recorded_files",
-    "resumed_config",
-    "settings_file",
     "step_phase",
-    "task_list_file",
-    "trials_folder",
 ]
 
 logger = logging.getLogger(__name__)
 
-EVAL_BEFORE, EVAL_AFTER = "eval-before", "eval-after"
-ROLLOUTS, EVAL = "rollouts", "eval"
-"""The one phase of a run that only makes rollouts, and of an evaluation."""
-_PHASES = (EVAL_BEFORE, EVAL_AFTER, ROLLOUTS, EVAL)  # besides the steps
 
-_LOCK, _CONFIG, _PURPOSE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH = (
-    "run.lock",
-    "config.toml",
-    "purpose.json",
-    "versions.json",
-    "metrics.jsonl",
-    "summary.json",
-    "reward.png",
-    "crash.txt",
-)
-_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS = "rollouts", "checkpoints", "adapters", "trials", "tasks"
-_FOLDERS = (_ROLLOUTS, _CHECKPOINTS, _ADAPTERS, _TRIALS, _TASKS)
-# In the order in which `--overwrite` removes them: a folder holds a run as long as its settings are there.
-_ID, _SPLIT, _TRACKERS, _TASK_LIST, _BACKEND = "run.id", "split.json", "trackers", "task-list.json", "backend"
-_ENGINE_LOG = "engine.log"
-_BESIDE = (_TRACKERS, _ID, _SPLIT, _TASK_LIST, _BACKEND, _ENGINE_LOG)
-_OURS = (*_FOLDERS, *_BESIDE, _VERSIONS, _METRICS, _SUMMARY, _CURVE, _CRASH, _PURPOSE, _CONFIG)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedRun:
+    """The settings with which a run continues, read once from its folder."""
+
+    path: Path
+    recorded: RunConfig
+    """The settings in the folder."""
+    config: RunConfig
+    """The same settings with the changes made on resume."""
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+        """Read the settings. Raise UsageError if `overrides` change what recorded results depend on."""
+        file = RunPaths(path).config
+        if not file.is_file():
+            raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
+        here = [f"--run_dir={path}"]  # the folder may have been moved
+        recorded = load_run_config(file, here)
+        if not overrides:
+            return cls(path=path, recorded=recorded, config=recorded)
+        config = load_run_config(file, [*overrides, *here])
+        refuse_fixed(recorded, config)
+        return cls(path=path, recorded=recorded, config=config)
 
 
 class RunDir:
-    """A run folder held by this process until `close`."""
+    """A run folder that this process holds until `close`."""
 
     def __init__(self, path: Path, config: RunConfig, lock: int) -> None:
         self.path = path.absolute()
+        self.paths = RunPaths(self.path)
         self.config = config
         self._lock = lock
         self._writing = threading.Lock()  # rollouts may be recorded from several threads
-        for folder in (self.path, *(self.path / name for name in _FOLDERS)):
+        for folder in (self.path, *self.paths.folders):
             folder.mkdir(exist_ok=True)
             if lock >= 0:
                 remove_drafts(folder)
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, overwrite: bool = False, purpose: Purpose | None = None) -> Self:
-        """Begin a run, by default to train. One that is already there is removed only when `overwrite` says so."""
-        settings = to_toml(anchored(config)).encode()
+        """Start a run, by default a training run. `overwrite` deletes a run that is already in the folder."""
+        paths, settings = RunPaths(path), to_toml(anchored(config)).encode()
         with disk_errors(path):
-            lock = _take_fresh(path, overwrite=overwrite)
+            lock = claim_folder(paths, overwrite=overwrite)
         try:
             with disk_errors(path):
-                write_atomically(path / _PURPOSE, (purpose or Purpose(verb="train")).model_dump_json().encode())
-                write_atomically(path / _CONFIG, settings)
+                write_atomically(paths.purpose, (purpose or Purpose(verb="train")).model_dump_json().encode())
+                write_atomically(paths.config, settings)
                 run = cls(path, config, lock)
-                write_atomically(run.path / _VERSIONS, to_json(versions(), indent=2))
+                write_atomically(paths.versions, to_json(versions(), indent=2))
         except BaseException:
             os.close(lock)
             raise
@@ -122,14 +119,19 @@ class RunDir:
 
     @classmethod
     def resume(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
-        """Continue a run with its own settings; `overrides` may change what its records do not depend on."""
-        config = resumed_config(path, overrides)
-        with disk_errors(path):
-            lock = take_lock(path / _LOCK)
+        """Continue a run with its own settings. `overrides` may change what recorded results do not depend on."""
+        return cls.reopen(ResumedRun.read(path, overrides))
+
+    @classmethod
+    def reopen(cls, resumed: ResumedRun) -> Self:
+        """Continue a run whose settings have been read."""
+        paths = RunPaths(resumed.path)
+        with disk_errors(resumed.path):
+            lock = take_lock(paths.lock)
         try:
-            run = cls(path, config, lock)
-            run._accept_steps(before=load_run_config(path / _CONFIG, []).steps)
-            write_atomically(path / _CONFIG, to_toml(anchored(config)).encode())
+            run = cls(resumed.path, resumed.config, lock)
+            run._accept_steps(before=resumed.recorded.steps)
+            write_atomically(paths.config, to_toml(anchored(resumed.config)).encode())
             run._warn_of_other_versions()
         except BaseException:
             os.close(lock)
@@ -138,19 +140,20 @@ class RunDir:
 
     @classmethod
     def join(cls, path: Path) -> Self:
-        """A run that another process holds, as long as this one works for it."""
-        return cls(path, load_run_config(path / _CONFIG, []), lock=-1)
+        """Use a run that another process holds, for a worker of that process."""
+        return cls(path, load_run_config(RunPaths(path).config, []), lock=-1)
 
     def discard(self) -> None:
-        """Remove the run if nothing has come of it yet, so that the same command can be given again.
+        """Delete the run if it has no results yet, so that the same command can be repeated.
 
-        What the engine said stays: it may be why.
+        The engine's log is kept, because it may explain the failure.
         """
-        if not any(path for name in (_ROLLOUTS, _TRIALS, _CHECKPOINTS) for path in (self.path / name).iterdir()):
-            _delete_run(self.path, but=_ENGINE_LOG)
+        paths = self.paths
+        if not any(path for folder in (paths.rollouts, paths.trials, paths.checkpoints) for path in folder.iterdir()):
+            delete_run(paths, keep=[paths.engine_log])
 
     def close(self) -> None:
-        """Let other processes use the folder. The lock is gone after the first call."""
+        """Release the folder for other processes. Further calls have no effect."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -159,85 +162,44 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # The command line hides tracebacks; one of a mistake of ours must not be lost with a long run.
+        # The command line shows no tracebacks. Keep that of an unexpected error.
         if isinstance(error, Exception) and not isinstance(error, DockyardError):
             with suppress(OSError):  # the error itself matters more
-                (self.path / _CRASH).write_text("".join(traceback.format_exception(error)))
+                self.paths.crash.write_text("".join(traceback.format_exception(error)))
         self.close()
 
     @property
     def id(self) -> str:
-        """A name that no other folder's run has, nor a copy of this one: what bears it is this run's to remove."""
-        file = self.path / _ID
+        """An ID that no other run has, not even a copy of this folder. It labels containers that belong to this run."""
+        file = self.paths.id
         if not file.exists():
             write_atomically(file, token_hex(16).encode())
         return blake2b(file.read_bytes() + bytes(self.path.resolve()), digest_size=6).hexdigest()
 
     @property
-    def trackers(self) -> Path:
-        """Where W&B and TensorBoard keep their files."""
-        folder = self.path / _TRACKERS
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    @property
     def tracker_id(self) -> str:
-        """What trackers call this run, also after it was resumed or moved."""
-        file = self.trackers / "id"
+        """The ID of this run in trackers. It stays the same when the run is resumed or moved."""
+        file = self.paths.tracker_id
         if not file.exists():
+            file.parent.mkdir(exist_ok=True)
             write_atomically(file, token_hex(4).encode())
         return file.read_text()
 
     @property
-    def trials(self) -> Path:
-        """Where Harbor keeps its files of each rollout."""
-        return trials_folder(self.path)
-
-    @property
-    def tasks(self) -> Path:
-        """Where generated tasks are kept."""
-        return self.path / _TASKS
-
-    @property
-    def split_file(self) -> Path:
-        """Which tasks are trained on and which are held out, where the run drew them."""
-        return self.path / _SPLIT
-
-    @property
-    def task_list(self) -> Path:
-        """The run's tasks, for those of its processes that did not find them."""
-        return task_list_file(self.path)
-
-    @property
-    def backend(self) -> Path:
-        """Where another engine that owns the loop has its files. The caller makes the folder."""
-        return backend_dir(self.path)
-
-    @property
-    def engine_log(self) -> Path:
-        """What a server that the run starts for itself says."""
-        return self.path / _ENGINE_LOG
-
-    @property
-    def curve(self) -> Path:
-        """The picture of the reward curve."""
-        return self.path / _CURVE
-
-    def adapter_dir(self, version: int) -> Path:
-        """Where the adapter of a weight version is published. The caller makes the folder."""
-        return self.path / _ADAPTERS / f"v{version:05}"
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.paths.checkpoints)
 
     def publish_adapter(self, version: int, save: Callable[[Path], None]) -> Path:
-        """Have the adapter of this version written to its folder."""
-        folder = self.adapter_dir(version)
+        """Call `save` with the folder of this weight version, and return the folder."""
+        folder = self.paths.adapter(version)
         with disk_errors(folder):
             save(folder)
         return folder
 
     def keep_adapters(self, oldest: int) -> None:
-        """Remove the published adapters of older versions; checkpoints have their own."""
-        for folder in (self.path / _ADAPTERS).iterdir():
-            if folder.name < self.adapter_dir(max(oldest, 0)).name:
+        """Delete the published weights of versions before `oldest`. Checkpoints keep their own copies."""
+        for folder in self.paths.adapters.iterdir():
+            if folder.name < self.paths.adapter(max(oldest, 0)).name:
                 shutil.rmtree(folder)
 
     def write_rollout(self, phase: str, rollout: Rollout, *, group: int = 0, transcript: str = "") -> None:
@@ -245,83 +207,48 @@ class RunDir:
         recorded = RecordedRollout(phase=phase, group=group, rollout=rollout, transcript=transcript)
         line = to_line(recorded)
         with self._writing:
-            append_line(self.rollouts_file(phase), line)
+            append_line(self.paths.rollouts_of(phase), line)
 
     def read_rollouts(self, phase: str) -> list[RecordedRollout]:
-        """The rollouts of a phase as recorded. Of an attempt that was recorded twice, the later counts."""
-        file = self.rollouts_file(phase)
-        found: dict[tuple[int, str, int], RecordedRollout] = {}
-        for number, line in enumerate(read_lines(file), start=1):
-            try:
-                recorded = from_line(line)
-            except ValidationError as error:
-                raise DockyardError(
-                    f"`{file}` line {number} is not a rollout", hint="remove that line, then resume"
-                ) from error
-            found[recorded.group, recorded.rollout.task, recorded.rollout.attempt] = recorded
-        return list(found.values())
+        """Read the rollouts of a phase."""
+        return read_recorded(self.paths.rollouts_of(phase))
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a step's numbers under `area/name` keys. Lines of this step and later ones, left by a crash, go."""
+        """Add the metrics of a step under `area/name` keys, replacing those of this step and later ones."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         line = json.dumps({"step": step, **finite}).encode()
+        file = self.paths.metrics
         with self._writing:
-            lines = read_lines(self.path / _METRICS)
-            kept = [old for old in lines if json.loads(old)["step"] < step]
+            lines = read_lines(file)
+            kept = [old for old in lines if json.loads(old)["step"] < step]  # a crash may have left later ones
             if len(kept) < len(lines):
-                write_atomically(self.path / _METRICS, b"".join(old + b"\n" for old in kept))
-            append_line(self.path / _METRICS, line)
+                write_atomically(file, b"".join(old + b"\n" for old in kept))
+            append_line(file, line)
 
     def read_metrics(self) -> list[dict[str, float | None]]:
-        """One object per step; what was not a finite number is None."""
-        return [json.loads(line) for line in read_lines(self.path / _METRICS)]
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        return checkpoints_of(self.path)
-
-    @contextmanager
-    def new_checkpoint(self, step: int) -> Generator[Path]:
-        """A folder to fill. It becomes the checkpoint of this step when the block ends well, else it never was."""
-        with self.checkpoints.new(step) as draft:
-            yield draft
-
-    def latest_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to resume from."""
-        return self.checkpoints.latest()
+        """Read the metrics of each step. A value that was not finite is None."""
+        return read_metrics(self.paths)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """What the run came to. Replaces the one before."""
-        write_atomically(self.path / _SUMMARY, to_json(summary, indent=2, inf_nan_mode="null"))
+        """Write the results of the run, replacing earlier ones."""
+        write_atomically(self.paths.summary, to_json(summary, indent=2, inf_nan_mode="null"))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary, None before the first."""
-        file = self.path / _SUMMARY
-        return json.loads(file.read_bytes()) if file.exists() else None
-
-    def rollouts_file(self, phase: str) -> Path:
-        """Where the rollouts of a phase are recorded, one JSON object a line."""
-        step, version = step_of(phase), eval_of(phase)
-        if step is not None:
-            known = (step_phase(step),)
-        else:
-            known = _PHASES if version is None else (eval_phase(version),)
-        if phase not in known:
-            raise ValueError(f"`{phase}` is not a phase of a run")
-        return self.path / _ROLLOUTS / f"{phase}.jsonl"
+        """Read the results of the run, or None if there are none yet."""
+        return read_summary(self.paths)
 
     def _accept_steps(self, before: int) -> None:
-        """An evaluation after the former last step says nothing about the new one."""
+        """Refuse fewer steps than were made. If `steps` changed, delete the evaluation after the former last step."""
         if self.config.counts_passes:
             return
-        steps, made = self.config.steps, self.latest_checkpoint()
+        steps, made = self.config.steps, self.checkpoints.latest()
         if made and made.step > steps:
             raise UsageError(f"`steps` is {steps}, but this run has made {made.step}", hint=f"`--steps {made.step}`")
         if steps != before:
-            self.rollouts_file(EVAL_AFTER).unlink(missing_ok=True)
+            self.paths.rollouts_of(EVAL_AFTER).unlink(missing_ok=True)
 
     def _warn_of_other_versions(self) -> None:
-        file = self.path / _VERSIONS
+        file = self.paths.versions
         recorded = cast(dict[str, str | None], json.loads(file.read_bytes())) if file.exists() else {}
         now = versions()
         for name, was in recorded.items():
@@ -329,84 +256,39 @@ class RunDir:
                 logger.warning("the run began with %s %s; now it is %s", name, was, now.get(name))
 
 
-def _take_fresh(path: Path, *, overwrite: bool) -> int:
-    """Lock a folder that holds no run, or no longer does."""
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"`{path}` is a file, not a folder", hint="choose another `--run_dir`")
-    make_folder(path, hint="choose another `--run_dir`")
-    in_the_way = [name for name in _OURS if (path / name).exists()]
-    # Only a folder with our lock file is a run: somebody's own `tasks` and `config.toml` are never ours to remove.
-    if in_the_way and not (path / _LOCK).exists():
-        names = ", ".join(f"`{name}`" for name in in_the_way)
-        raise UsageError(f"`{path}` is not a run, but holds {names}", hint="choose another `--run_dir`")
-    lock = take_lock(path / _LOCK)
-    if not (path / _CONFIG).exists():
-        return lock
-    if not overwrite:
-        os.close(lock)
-        raise UsageError(
-            f"`{path}` already holds a run",
-            hint=f"`--resume {path}` continues it, `--run_dir DIR` begins another, `--overwrite` deletes it first",
-        )
-    logger.warning("deleting the run in %s", path)
-    _delete_run(path)
-    return lock
+def read_recorded(file: Path) -> list[RecordedRollout]:
+    """Read a file of rollouts. If an attempt was recorded twice, the later record counts."""
+    found: dict[tuple[int, str, int], RecordedRollout] = {}
+    for number, line in enumerate(read_lines(file), start=1):
+        try:
+            recorded = from_line(line)
+        except ValidationError as error:
+            raise DockyardError(
+                f"`{file}` line {number} is not a rollout", hint="remove that line, then resume"
+            ) from error
+        found[recorded.group, recorded.rollout.task, recorded.rollout.attempt] = recorded
+    return list(found.values())
 
 
-def _delete_run(path: Path, *, but: str | None = None) -> None:
-    for name in _OURS:
-        inside = path / name
-        if name == but:
-            continue
-        if inside.is_dir() and not inside.is_symlink():
-            shutil.rmtree(inside)
-        else:
-            inside.unlink(missing_ok=True)
+def read_metrics(paths: RunPaths) -> list[dict[str, float | None]]:
+    """Read the metrics of each step of a run. A value that was not finite is None."""
+    return [json.loads(line) for line in read_lines(paths.metrics)]
 
 
-def checkpoints_of(path: Path) -> Checkpoints:
-    """Those of the run in this folder, which another process may hold."""
-    return Checkpoints(path / _CHECKPOINTS)
-
-
-def settings_file(path: Path) -> Path:
-    """Where a run has its settings."""
-    return path / _CONFIG
-
-
-def trials_folder(path: Path) -> Path:
-    """Where Harbor keeps its files of the rollouts of the run in this folder."""
-    return path / _TRIALS
-
-
-def task_list_file(path: Path) -> Path:
-    """Where a run has the list of its tasks."""
-    return path / _TASK_LIST
-
-
-def backend_dir(path: Path) -> Path:
-    """Where a run has what belongs to another engine."""
-    return path / _BACKEND
+def read_summary(paths: RunPaths) -> dict[str, Any] | None:
+    """Read the results of a run, or None if there are none yet."""
+    return json.loads(paths.summary.read_bytes()) if paths.summary.exists() else None
 
 
 def recorded_files(path: Path) -> list[Path] | None:
-    """The files of rollouts of the run in this folder, which another process may hold; None if it is no run."""
-    if not (path / _CONFIG).is_file() or not (path / _ROLLOUTS).is_dir():
+    """List the files of rollouts of a run, which another process may hold. None if the folder is not a run."""
+    paths = RunPaths(path)
+    if not paths.config.is_file() or not paths.rollouts.is_dir():
         return None
-    return sorted((path / _ROLLOUTS).glob("*.jsonl"))
+    return sorted(paths.rollouts.glob("*.jsonl"))
 
 
 def read_purpose(path: Path) -> Purpose | None:
-    """What the run in this folder was begun for; None if there is none."""
-    return load_purpose(path / _PURPOSE) if (path / _CONFIG).is_file() else None
-
-
-def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The settings a resumed run would have."""
-    if not (path / _CONFIG).is_file():
-        raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
-    here = [f"--run_dir={path}"]  # the folder may have been moved
-    old = load_run_config(path / _CONFIG, here)
-    new = load_run_config(path / _CONFIG, [*overrides, *here])
-    refuse_fixed(old, new)
-    return new
+    """Read which command started the run in this folder. None if the folder holds no run."""
+    paths = RunPaths(path)
+    return load_purpose(paths.purpose) if paths.config.is_file() else None

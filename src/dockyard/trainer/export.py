@@ -24,7 +24,7 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TokenizerConfig, keeping_thoughts, read_config, template_source
 from dockyard.run_dir.durable import refuse_below_file, whole_folder
-from dockyard.run_dir.run import HeldoutScore, checkpoints_of, settings_file
+from dockyard.run_dir.run import Checkpoints, HeldoutScore, RunPaths
 from dockyard.settings.load import load_run_config
 from dockyard.trainer.checkpoint import number_format
 
@@ -156,9 +156,9 @@ class Base:
 
 def export(wanted: ExportRequest) -> Source:
     """Write the folder, completely or not at all, and return what it was made from."""
-    if not settings_file(wanted.run).is_file():
+    if not (settings := RunPaths(wanted.run).config).is_file():
         raise UsageError(f"`{wanted.run}` holds no run", hint="`dockyard train RUN.toml` makes one")
-    config = load_run_config(settings_file(wanted.run), [])
+    config = load_run_config(settings, [])
     if wanted.adapter_only and config.trainer.method == "full":
         hint = "without `--adapter-only` the whole model is exported"
         raise UsageError(f"`{wanted.run}` trained all weights (`trainer.method` is `full`): no adapter", hint=hint)
@@ -192,7 +192,7 @@ def export(wanted: ExportRequest) -> Source:
 
 def find_step(run: Path, step: int | None) -> Source:
     """The checkpoint of this step, or the latest."""
-    found = {checkpoint.step: checkpoint for checkpoint in checkpoints_of(run).all()}
+    found = {checkpoint.step: checkpoint for checkpoint in Checkpoints(RunPaths(run).checkpoints).all()}
     if not found:
         hint = f"`dockyard train --resume {run}` continues it; `trainer.save_every` says how often it saves"
         raise DockyardError(f"`{run}` has no checkpoint yet", hint=hint)
@@ -204,7 +204,7 @@ def find_step(run: Path, step: int | None) -> Source:
 
 def find_best(run: Path) -> Source:
     """The checkpoint with the highest held-out reward."""
-    checkpoints = checkpoints_of(run)
+    checkpoints = Checkpoints(RunPaths(run).checkpoints)
     score = checkpoints.best()
     if score is None:
         hint = "`--trainer.keep_best true --eval.every 10` keeps it; without `--best` the latest checkpoint is exported"
@@ -233,7 +233,7 @@ def _dtype(run: Path, config: RunConfig, source: Source) -> str | None:
     """
     if config.trainer.method == "full":
         return number_format(source.path)
-    latest = checkpoints_of(run).latest()
+    latest = Checkpoints(RunPaths(run).checkpoints).latest()
     recorded = number_format(source.path) or (latest and number_format(latest.path))  # the best is an adapter only
     set_by_hand = "float32" if (config.model.dtype, config.model.device) == ("auto", "cpu") else config.model.dtype
     return "float32" if (recorded or set_by_hand) == "float32" else None

@@ -73,4 +73,4 @@ class Heldout:
     async def _keep_best(self, version: int, found: Score) -> None:
         if self.config.trainer.keep_best:
             reached = HeldoutScore(step=version, reward=found.mean)
-            await asyncio.to_thread(self.run.checkpoints.keep_best, self.run.adapter_dir(version), reached)
+            await asyncio.to_thread(self.run.checkpoints.keep_best, self.run.paths.adapter(version), reached)

@@ -118,7 +118,7 @@ class LocalLearner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     def _save(self) -> None:
-        with self.run.new_checkpoint(self.version) as folder:
+        with self.run.checkpoints.new(self.version) as folder:
             self.policy.save(folder)
         self.run.checkpoints.keep_last(self.config.trainer.keep_last)
 
@@ -171,7 +171,7 @@ async def _load_policy(
         seed=config.seed,
         anchored=config.tasks.source == "recorded",
     )
-    if checkpoint := run.latest_checkpoint():
+    if checkpoint := run.checkpoints.latest():
         policy.restore(checkpoint.path)
         say(f"resuming after step {policy.version}")
     elif recorded:

@@ -105,7 +105,7 @@ class ServedMode:
             model_dir=inputs.model_dir,
             lora_rank=config.trainer.lora_r,
             num_versions=config.rollout.max_staleness + 1,
-            log=inputs.run.engine_log,
+            log=inputs.run.paths.engine_log,
         )
 
 

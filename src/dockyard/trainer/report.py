@@ -167,7 +167,7 @@ def _example(run: RunDir) -> str:
 
 def _closing(run: RunDir, summary: RunSummary) -> str:
     failures = ", ".join(f"{cause} {count}" for cause, count in summary.failures.items()) or "none"
-    last = run.adapter_dir(summary.steps)
+    last = run.paths.adapter(summary.steps)
     kind = "model" if run.config.trainer.method == "full" else "adapter"
     return "\n".join(
         [
@@ -175,7 +175,7 @@ def _closing(run: RunDir, summary: RunSummary) -> str:
             *filter(None, [gateway_line(summary.gateway)]),
             f"run folder:   {run.path}",
             f"{kind + ':':<14}{last}",
-            f"reward curve: {run.curve}",
+            f"reward curve: {run.paths.curve}",
             "",
             "next:",
             f"  dockyard export {run.path} --output DIR",
@@ -224,4 +224,3 @@ def draw_curve(summary: RunSummary, path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)

@@ -36,7 +36,7 @@ def run_training(config: RunConfig, *, run_dir: RunDir, open_remote: OpenLearner
         summary = RunSummary.of(run_dir, wall_s=time.monotonic() - start)
         run_dir.write_summary(summary.json())
         trackers.conclude(summary.json())
-    draw_curve(summary, run_dir.curve)
+    draw_curve(summary, run_dir.paths.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
 
 

@@ -147,7 +147,7 @@ class _Wandb:
             project=project,
             id=run.tracker_id,
             name=run.path.name,
-            dir=run.trackers,
+            dir=run.paths.trackers,
             resume="allow",
             config=settings,
             settings=options,
@@ -169,7 +169,7 @@ class _TensorBoard:
     def __init__(self, run: RunDir) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run.trackers / "tensorboard"
+        folder = run.paths.trackers / "tensorboard"
         self._writer = SummaryWriter(str(folder))
         logger.info("TensorBoard: `tensorboard --logdir %s`", folder)
 

@@ -48,7 +48,7 @@ class RemoteLearner:
         self.relay = Relay(find, token, patience_s=patience_s, on_boot=self._bring_up)
         self._run = run
         self._config = _seen_from_there(run.config, model)
-        checkpoint = run.latest_checkpoint()
+        checkpoint = run.checkpoints.latest()
         self._version = checkpoint.step if checkpoint else 0
 
     @property
@@ -71,7 +71,7 @@ class RemoteLearner:
             return
         while True:
             try:
-                with self._run.new_checkpoint(self._version) as folder:
+                with self._run.checkpoints.new(self._version) as folder:
                     await self._fetch(folder)
                 break
             except _GoneError:
@@ -80,7 +80,7 @@ class RemoteLearner:
         self._publish_saved()
 
     def _publish_saved(self) -> None:
-        checkpoint = self._run.latest_checkpoint()
+        checkpoint = self._run.checkpoints.latest()
         if checkpoint is None or checkpoint.step != self._version:
             return
 
@@ -93,7 +93,7 @@ class RemoteLearner:
         self._run.publish_adapter(self._version, copy)
 
     async def _bring_up(self, call: RelayCall) -> None:
-        checkpoint = self._run.latest_checkpoint()
+        checkpoint = self._run.checkpoints.latest()
         if checkpoint:
             await _send_folder(call, checkpoint.path)
         step = checkpoint.step if checkpoint else None

@@ -85,7 +85,7 @@ class LearnerHost:
         model_dir = await asyncio.to_thread(find_model, config.model.name)
         run = self._stack.enter_context(RunDir.create(self._run_dir, config, overwrite=True))
         if checkpoint is not None:
-            with run.new_checkpoint(checkpoint) as folder:
+            with run.checkpoints.new(checkpoint) as folder:
                 for file in self._sent.iterdir():
                     file.rename(folder / file.name)
         opening = open_embedded_learner(run, model_dir, logger.info)
@@ -117,7 +117,7 @@ class LearnerHost:
         async with self._turn:
             learner = self._opened_learner()
             await learner.checkpoint()
-            checkpoint = learner.run.latest_checkpoint()
+            checkpoint = learner.run.checkpoints.latest()
             assert checkpoint is not None, "both ends know when to save"
             self._saved = token_hex(8), checkpoint.path
             sizes = {file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir())}

@@ -16,7 +16,7 @@ from typing import Protocol
 from dockyard.errors import DockyardError
 from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.environments import LOCAL
-from dockyard.run_dir.run import read_purpose, resumed_config, settings_file
+from dockyard.run_dir.run import ResumedRun, RunPaths, read_purpose
 from dockyard.settings.load import load_run_config
 
 _CHUNK_BYTES = 2**16
@@ -70,7 +70,7 @@ type Forward = Callable[[int], AbstractContextManager[Tunnel]]
 
 def train_in(folder: Path, words: Sequence[str], forward: Forward, *, resume: bool) -> int:
     """Train in this folder and return the exit code. Raise if the process was killed, so that Modal retries."""
-    if settings_file(folder).is_file() and not resume:
+    if RunPaths(folder).config.is_file() and not resume:
         words, resume = (), True  # an earlier attempt has started the run
     was = read_purpose(folder)
     where = f"--resume={folder}" if resume else f"--run_dir={folder}"
@@ -87,7 +87,7 @@ def _has_remote_agents(folder: Path, words: Sequence[str], resume: bool) -> bool
     """Whether agents call the gateway from remote environments."""
     settings = [word for word in words if "=" in word]
     try:
-        config = resumed_config(folder, settings) if resume else load_run_config(None, settings)
+        config = ResumedRun.read(folder, settings).config if resume else load_run_config(None, settings)
     except DockyardError:  # the command will report it
         return False
     return config.environment.type not in LOCAL and runs_inside(config.agent)

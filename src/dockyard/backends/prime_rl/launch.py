@@ -16,7 +16,7 @@ from dockyard.backends.prime_rl.setting_support import support
 from dockyard.backends.prime_rl.toml import CONTEXT_LENGTH, PLUGIN, RUN, rl_settings
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir.run import backend_dir
+from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.text import toml_document
 
 _INSTALL = "see `docs/guides/prime-rl.md` for how to install Prime-RL and Dockyard together"
@@ -82,7 +82,7 @@ class PrimeRL:
 
     def plan(self, config: RunConfig, folder: Path) -> BackendLaunch:
         _refuse_contradictions(config)
-        outputs = backend_dir(folder)
+        outputs = RunPaths(folder).backend
         values = _resume_or_clean(outputs / RUN) | rl_settings(config, folder, outputs)
         rl = find_rl(config.prime_rl.checkout)
         return BackendLaunch(

@@ -20,7 +20,7 @@ from dockyard.cache import cache_dir
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import known_as
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir.run import backend_dir, task_list_file
+from dockyard.run_dir.paths import RunPaths
 
 _CLONE = {"slime": "https://github.com/THUDM/slime", "miles": "https://github.com/radixark/miles"}
 _PROBE = """
@@ -144,8 +144,8 @@ class _Slime:
         model_arguments = shape_arguments(shape)
         layout = lay_out(config, split := usual_split(shape))
         config = _with_context(config, shape["max_position_embeddings"])
-        backend = backend_dir(folder)
-        ours = arguments(config, layout, Places(folder=backend, task_list=task_list_file(folder)))
+        backend = RunPaths(folder).backend
+        ours = arguments(config, layout, Places(folder=backend, task_list=RunPaths(folder).task_list))
         check_more(slime.args, ours | model_arguments)
         script = Script(
             slime=slime,

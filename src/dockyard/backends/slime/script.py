@@ -8,6 +8,7 @@ from pathlib import Path
 from dockyard.backends.slime.arguments import MODEL, REFERENCE
 from dockyard.backends.slime.layout import MegatronArguments
 from dockyard.config import SlimeConfig
+from dockyard.run_dir.paths import RunPaths
 
 HELD = "DOCKYARD_HOLDS_RUN"
 """Set when the launcher has locked the run's folder. Otherwise the script locks it."""
@@ -62,7 +63,7 @@ class Script:
         )
 
     def _hold(self) -> str:
-        lock = shlex.quote(str(self.run / "run.lock"))
+        lock = shlex.quote(str(RunPaths(self.run).lock))
         return (
             f'if [ -z "${{{HELD}:-}}" ]; then\n'
             f"  exec 9<>{lock}\n"

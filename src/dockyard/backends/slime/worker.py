@@ -26,7 +26,7 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rollout.order import Attempt, Order, rollout_seed
 from dockyard.rollout.pool import RolloutPool
-from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, eval_phase, settings_file, step_phase
+from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, RunPaths, eval_phase, step_phase
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.order import due
 from dockyard.types import Group, Rollout, Task
@@ -43,7 +43,7 @@ def run_folder(args: Any) -> Path:
 
 def run_config(args: Any) -> RunConfig:
     """Return the settings of that run."""
-    return load_run_config(settings_file(run_folder(args)), [])
+    return load_run_config(RunPaths(run_folder(args)).config, [])
 
 
 def check_agreement(args: Any, config: RunConfig) -> None:

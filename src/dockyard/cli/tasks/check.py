@@ -12,7 +12,7 @@ from dockyard.config import RunConfig
 from dockyard.errors import UsageError
 from dockyard.run_dir.durable import refuse_below_file
 from dockyard.run_dir.resume import CheckPurpose
-from dockyard.run_dir.run import Purpose, RunDir, resumed_config
+from dockyard.run_dir.run import Purpose, ResumedRun, RunDir
 
 if TYPE_CHECKING:
     from dockyard.collect.check import Candidates
@@ -118,7 +118,7 @@ def _folder(given: argparse.Namespace) -> Path:
     """Where the tasks are. `.` and `..` have no name of their own."""
     if not given.resume:
         return Path(os.path.abspath(given.folder))
-    folder = resumed_config(given.resume, ()).tasks.train
+    folder = ResumedRun.read(given.resume).config.tasks.train
     assert folder is not None, "a check is begun with a folder of tasks"
     return folder
 

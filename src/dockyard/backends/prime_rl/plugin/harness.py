@@ -30,7 +30,7 @@ from dockyard.gateway.sessions import Sampling
 from dockyard.gateway.text_session import TextSession
 from dockyard.rollout.order import Attempt
 from dockyard.rollout.trial import TrialRunner
-from dockyard.run_dir.run import settings_file, trials_folder
+from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Json, Rollout, Task
@@ -111,7 +111,7 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
         super().__init__(config)
         self._run = run_config(config)
         check_run(self._run)
-        trials = trials_folder(config.run_dir) if config.run_dir else config.trials_dir
+        trials = RunPaths(config.run_dir).trials if config.run_dir else config.trials_dir
         self._trials = Trials(partial(open_runner, self._run, NoModel(), None, trials=trials.absolute()))
 
     async def launch(
@@ -163,7 +163,7 @@ def run_config(config: HarborHarnessConfig) -> RunConfig:
         if given[name] != default[name]:
             message = f"`{name}` is `{given[name]}`, but `run_dir` names a run that has its own settings"
             raise UsageError(message, hint=f"remove `{name}`, or set it in the run file and start the run again")
-    return load_run_config(settings_file(config.run_dir), [])
+    return load_run_config(RunPaths(config.run_dir).config, [])
 
 
 def _limits(runner: TrialRunner, task: Task, trace: vf.Trace, data: HarborTaskData) -> RolloutConfig:

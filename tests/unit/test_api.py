@@ -1,0 +1,466 @@
+"""`import dockyard` as a script or a notebook uses it, without torch."""
+
+import ast
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from callers import Caller, from_anywhere, in_a_running_loop, nothing_left_behind
+from converting import agent, trajectory, user
+from finished_jobs import write_trial
+from gateway_fakes import tiny_model
+
+import dockyard
+from dockyard import process
+from dockyard.api import setting_words
+from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrainerConfig
+from dockyard.convert.samples import read_samples
+from dockyard.errors import DockyardError, UsageError
+from dockyard.run_dir.run import EVAL_BEFORE, Purpose, RunDir, step_phase
+from dockyard.settings.load import load_run_config
+from dockyard.settings.messages import SettingsError
+from dockyard.tasks.generated import write_demo_tasks
+from dockyard.types import Blame, Failure, Rollout, Segment
+
+FUNCTIONS = ("convert_job", "evaluate", "load_run", "run_rollouts", "train")
+ORACLE: dict[str, Any] = {"tasks": {"source": "demo"}, "agent": {"name": "oracle"}}
+deprecated = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_dockyard_loads_no_heavy_package():
+    heavy = {"torch", "transformers", "harbor", "litellm", "pydantic", "numpy", "pyarrow", "aiohttp"}
+    assert python(f"import sys, dockyard; print(sorted({heavy!r} & set(sys.modules)))") == "[]\n"
+
+
+def test_the_functions_keep_their_names_when_every_module_is_imported():
+    """A module of the same name would replace the function as soon as something imports it."""
+    code = f"""
+import importlib, pkgutil, dockyard
+for module in pkgutil.walk_packages(dockyard.__path__, "dockyard."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:  # of an extra that is not installed
+        if (error.name or "dockyard").startswith("dockyard"):
+            raise
+for name in {FUNCTIONS!r}:
+    print(name, type(getattr(dockyard, name)).__name__, getattr(dockyard, name).__module__)
+"""
+    loaded = python(code).splitlines()
+    assert [line.split()[:2] for line in loaded] == [[name, "function"] for name in FUNCTIONS]
+
+
+def test_every_public_name_can_be_used_and_is_visible_to_type_checkers():
+    for name in dockyard.__all__:
+        assert getattr(dockyard, name) is not None
+        assert name in dir(dockyard)
+    tree = ast.parse(Path(dockyard.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(dockyard.__all__) - {"__version__"}
+    assert Path(dockyard.__file__).with_name("py.typed").is_file()
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module `dockyard` has no attribute `tran`"):
+        _ = dockyard.tran  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def loaded(*values: dict[str, Any]) -> RunConfig:
+    return load_run_config(None, [word for given in values for word in setting_words(given)])
+
+
+def test_settings_are_overridden_by_name_by_section_and_by_dotted_key():
+    demo = {"tasks": {"source": "demo"}}
+    expected = RunConfig(steps=3, tasks=TasksConfig(source="demo"), trainer=TrainerConfig(lr=1e-5, lora_r=8))
+    assert loaded(demo, {"steps": 3, "trainer": {"lr": 1e-5, "lora_r": 8}}) == expected
+    assert loaded(demo, {"steps": 3, "trainer.lr": 1e-5, "trainer.lora_r": np.int64(8)}) == expected
+    assert loaded(demo, {"steps": np.int64(3), "trainer": TrainerConfig(lr=1e-5, lora_r=8)}) == expected
+
+
+def test_every_kind_of_value_arrives_as_it_was_given(tmp_path: Path):
+    config = RunConfig.model_validate(
+        {
+            "run_dir": tmp_path,
+            "tasks": {"source": "swebench", "dataset": "d", "ids": ("1", "true"), "map": {"a": "none"}, "limit": None},
+            "agent": {"name": "shell", "kwargs": {"text": "3", "number": 3, "deep": {"list": [1, "none", True]}}},
+            "grpo": {"dynamic_sampling": True},
+            "trainer": {"lr": 3e-05},
+        }
+    )
+    assert loaded(config.model_dump(exclude_unset=True)) == config
+    assert loaded(ORACLE, {"agent.kwargs.number": "3", "agent.kwargs.path": tmp_path}).agent == AgentConfig(
+        name="oracle", kwargs={"number": "3", "path": str(tmp_path)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"stepz": 3}, "`--stepz` is not a setting"),
+        ({"trainer": {"lrr": 3}}, "`--trainer.lrr` is not a setting"),
+        ({"steps": "many"}, "is `many`; it must be"),
+        ({"steps": 1.5}, "is `1.5`; it must be"),
+        ({"trainer": 3}, "`--trainer` is a section, not a setting"),
+        ({"agent.kwargs": {"a": None}}, "a table cannot hold null"),
+        ({"engine.max_batch": 3, "engine.deterministic": True}, "`engine.max_batch` has no effect"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_the_loaders_error_and_makes_nothing(
+    overrides: dict[str, Any], message: str, tmp_path: Path
+):
+    for call in (dockyard.train, dockyard.run_rollouts, dockyard.evaluate):
+        with pytest.raises(SettingsError) as caught:
+            call(ORACLE, **overrides)
+        assert message in caught.value.message
+        assert caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_in_a_file_is_reported_with_the_file(tmp_path: Path):
+    Path("run.toml").write_text("[trainer]\nlrr = 1\n")
+    with pytest.raises(SettingsError, match="`trainer.lrr` in `run.toml` is not a setting"):
+        dockyard.train("run.toml")
+    with pytest.raises(UsageError, match="`none.toml` does not exist"):
+        dockyard.train(Path("none.toml"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_arguments_that_contradict_a_resumed_run_are_refused(tmp_path: Path):
+    RunDir.create(tmp_path / "run", RunConfig.model_validate(ORACLE), purpose=Purpose(verb="rollout")).close()
+    with pytest.raises(UsageError, match="`config` does not go with `resume`"):
+        dockyard.run_rollouts("run.toml", resume="run")
+    with pytest.raises(UsageError, match="`overwrite` does not go with `resume`"):
+        dockyard.run_rollouts(resume="run", overwrite=True)
+    with pytest.raises(UsageError, match="`num_tasks` does not go with `resume`"):
+        dockyard.run_rollouts(resume="run", num_tasks=1)
+    with pytest.raises(UsageError, match="`run` was begun by `dockyard rollout`"):
+        dockyard.train(resume="run")
+    with pytest.raises(UsageError, match="`seed` cannot change in a run that has begun"):
+        dockyard.run_rollouts(resume="run", seed=1)
+    with pytest.raises(UsageError, match="`none` holds no run"):
+        dockyard.train(resume="none")
+
+
+def test_a_number_of_tasks_below_1_and_a_folder_without_an_adapter_are_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="`num_tasks` is 0; it must be at least 1"):
+        dockyard.run_rollouts(ORACLE, num_tasks=0)
+    with pytest.raises(UsageError, match="has no `adapter_config.json`"):
+        dockyard.evaluate(ORACLE, adapter=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def a_rollout(attempt: int, reward: float | None) -> Rollout:
+    segment = Segment(
+        token_ids=np.array([1, 2], np.int32),
+        sampled=np.array([False, True]),
+        logprobs=np.array([0, -0.5], np.float32),
+        versions=None,
+    )
+    lost = Failure(cause="engine_failed", blame=Blame.INFRASTRUCTURE, message="gone")
+    return Rollout(
+        task="t",
+        kind="k",
+        attempt=attempt,
+        segments=(segment,),
+        reward=reward,
+        failure=lost if reward is None else None,
+        seconds={"agent": 1.5},
+        stats={"calls": 2},
+    )
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> dockyard.Run:
+    with RunDir.create(tmp_path / "run", RunConfig(steps=2, tasks=TasksConfig(source="demo"))) as run:
+        run.write_rollout(EVAL_BEFORE, a_rollout(0, 0.25), transcript="hello")
+        run.write_rollout(step_phase(0), a_rollout(0, 1.0))
+        run.write_rollout(step_phase(0), a_rollout(1, None))
+        run.record_metrics(0, {"reward/mean": 1})
+        run.record_metrics(1, {"reward/mean": float("nan"), "reward/heldout": 0.5})
+        run.write_summary({"rewards": [1.0, None]})
+    return dockyard.load_run("run")
+
+
+def test_a_run_is_read_as_tables(finished: dockyard.Run, tmp_path: Path):
+    assert (finished.path, finished.config.steps) == (tmp_path / "run", 2)
+    assert finished.config.run_dir == tmp_path / "run"
+    assert finished.summary == {"rewards": [1.0, None]}
+    metrics = finished.metrics(as_="arrow")
+    assert metrics.to_pydict() == {"step": [0, 1], "reward/mean": [1.0, None], "reward/heldout": [None, 0.5]}
+    rollouts = finished.rollouts(as_="arrow")
+    assert rollouts.select(["phase", "step", "attempt", "reward", "failure", "num_sampled"]).to_pylist() == [
+        {"phase": "eval-before", "step": None, "attempt": 0, "reward": 0.25, "failure": None, "num_sampled": 1},
+        {"phase": "step-00000", "step": 0, "attempt": 0, "reward": 1.0, "failure": None, "num_sampled": 1},
+        {"phase": "step-00000", "step": 0, "attempt": 1, "reward": None, "failure": "engine_failed", "num_sampled": 1},
+    ]
+    assert rollouts["seconds/agent"].to_pylist() == [1.5] * 3
+    assert rollouts["stats/calls"].to_pylist() == [2] * 3
+    assert rollouts["transcript"][0].as_py() == "hello"
+    assert "segments" not in rollouts.column_names
+
+
+def test_tokens_are_read_when_asked_for_and_one_phase_by_its_name(finished: dockyard.Run):
+    rollouts = finished.rollouts("eval-before", tokens=True, as_="arrow")
+    expected = {"token_ids": [1, 2], "sampled": [False, True], "logprobs": [0, -0.5], "versions": None}
+    assert rollouts["segments"].to_pylist() == [[expected]]
+    assert finished.rollouts("eval-after", as_="arrow").num_rows == 0
+    with pytest.raises(ValueError, match="`eval-befor` is not a phase"):
+        finished.rollouts("eval-befor")
+
+
+def test_tables_are_data_frames_where_pandas_is_installed(finished: dockyard.Run):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    metrics, rollouts = finished.metrics(), finished.rollouts()
+    assert isinstance(metrics, pandas.DataFrame)
+    assert list(metrics["step"]) == [0, 1]
+    assert rollouts[rollouts["phase"] == "step-00000"]["task"].tolist() == ["t", "t"]
+    assert rollouts["reward"].max() == pytest.approx(1.0)
+
+
+def test_without_pandas_the_error_names_the_command_and_arrow_works(
+    finished: dockyard.Run,
+):
+    code = """
+import sys
+class WithoutPandas:
+    def find_spec(self, name, *_):
+        if name == "pandas":
+            raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
+sys.meta_path.insert(0, WithoutPandas())
+import dockyard
+run = dockyard.load_run("run")
+print(run.rollouts(as_="arrow").num_rows, run.metrics(as_="arrow").num_rows)
+for read in (run.metrics, run.rollouts):
+    try:
+        read()
+    except dockyard.DockyardError as error:
+        print(error.message, error.hint, sep="|")
+"""
+    counts, *errors = python(code).splitlines()
+    assert counts == "3 2"
+    assert [error.partition("|")[0] for error in errors] == [
+        "`run.metrics()` needs `pandas`, which is not installed",
+        "`run.rollouts()` needs `pandas`, which is not installed",
+    ]
+    assert all("`pip install pandas`" in error for error in errors)
+
+
+def test_another_kind_of_table_is_refused(finished: dockyard.Run):
+    with pytest.raises(UsageError, match="`as_` is `polars`; it must be `pandas` or `arrow`"):
+        finished.metrics(as_="polars")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_a_run_that_has_just_begun_is_read_too_and_nothing_is_written(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", RunConfig.model_validate(ORACLE)) as run:
+        before = sorted(run.path.rglob("*"))
+        reader = dockyard.load_run(run.path)
+        assert (reader.summary, reader.adapter, reader.config.agent.name) == (None, None, "oracle")
+        assert (reader.metrics(as_="arrow").num_rows, reader.rollouts(as_="arrow").num_rows) == (0, 0)
+        assert isinstance(reader.rollouts(as_="arrow"), pa.Table)
+        assert sorted(run.path.rglob("*")) == before
+    with pytest.raises(UsageError, match="`nowhere` holds no run"):
+        dockyard.load_run("nowhere")
+    assert not Path("nowhere").exists()
+
+
+def test_the_adapter_is_the_newest_that_was_trained(finished: dockyard.Run):
+    assert finished.adapter is None
+    for version in (0, 9, 10):
+        assert finished.adapter == (finished.path / "adapters/v00009" if version == 10 else None)
+        folder = finished.path / f"adapters/v{version:05}"
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    assert finished.adapter == finished.path / "adapters/v00010"
+    (finished.path / "adapters/v00011").mkdir()  # all weights, no adapter
+    assert finished.adapter == finished.path / "adapters/v00010"
+
+
+def job(folder: Path) -> Path:
+    trial = write_trial(folder, "a__1", reward=0.25)
+    (trial / "agent").mkdir(exist_ok=True)
+    steps = user("please list the files in the folder"), agent("ls")
+    (trial / "agent/trajectory.json").write_text(json.dumps(trajectory(*steps)))
+    return folder
+
+
+def test_a_job_becomes_samples_in_memory_and_in_a_file(tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    with nothing_left_behind():
+        samples = dockyard.convert_job(job(tmp_path / "job"), tokenizer=tiny_model(), output="samples.jsonl")
+    assert [(sample.reward, int(sample.loss_mask.sum()) > 0) for sample in samples] == [(0.25, True)]
+    [written] = read_samples(Path("samples.jsonl"))
+    assert np.array_equal(written.tokens, samples[0].tokens)
+
+
+def test_a_job_from_which_nothing_is_converted_is_an_error_and_leaves_no_file(tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    with pytest.raises(DockyardError, match="nothing in `.*job` could be converted") as caught:
+        dockyard.convert_job(job(tmp_path / "job"), output="samples.jsonl")
+    assert "no_tokenizer 1" in caught.value.message
+    assert "`tokenizer=MODEL`" in caught.value.hint
+    with pytest.raises(UsageError, match="`text` needs `tokenizer`"):
+        dockyard.convert_job("job", text=True)
+    assert not Path("samples.jsonl").exists()
+
+
+@from_anywhere
+def test_a_coroutine_is_run_from_anywhere_and_leaves_nothing_behind(caller: Caller):
+    async def answer() -> int:
+        process_ = await asyncio.create_subprocess_exec("true")
+        await process_.wait()
+        return 7
+
+    with nothing_left_behind():
+        assert caller(lambda: process.blocking(lambda: process.run(answer()))) == 7
+
+
+@from_anywhere
+def test_what_a_coroutine_raises_is_raised_anywhere(caller: Caller):
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with nothing_left_behind(), pytest.raises(KeyError):
+        caller(lambda: process.blocking(lambda: process.run(fail())))
+
+
+@pytest.mark.parametrize("caller", [lambda call: call(), in_a_running_loop])
+def test_an_interrupted_call_cleans_up_and_puts_the_signal_handlers_back(caller: Caller):
+    events: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            events.append("cleaned up")
+
+    with nothing_left_behind(), pytest.raises(KeyboardInterrupt):
+        caller(lambda: process.blocking(lambda: process.run(work())))
+    assert events == ["cleaned up"]
+
+
+def test_an_interruption_before_the_coroutine_starts_stops_it_too():
+    async def work() -> None:
+        raise AssertionError("the coroutine started")
+
+    def call() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not interrupted():
+            time.sleep(0.001)
+        process.run(work())
+
+    def interrupted() -> bool:
+        request = process._STOP_REQUEST.get()  # pyright: ignore[reportPrivateUsage]
+        return request is not None and request.is_set
+
+    with nothing_left_behind(), pytest.raises(KeyboardInterrupt):
+        in_a_running_loop(lambda: process.blocking(call))
+
+
+@pytest.mark.real
+@deprecated
+@from_anywhere
+def test_rollouts_are_made_from_anywhere(caller: Caller, tmp_path: Path):
+    Path(".env").write_text("DOCKYARD_TEST_KEY=1")
+
+    def notebook() -> dockyard.Run:
+        return dockyard.run_rollouts(ORACLE, num_tasks=2, run_dir="mine", grpo={"group_size": 2})
+
+    with nothing_left_behind():
+        run = caller(notebook)
+    assert isinstance(run, dockyard.Run)
+    assert run.path == tmp_path / "mine"
+    assert run.summary is not None
+    assert (run.summary["tasks"], run.summary["rollouts"], run.summary["reward"]) == (2, 4, 1.0)
+    assert run.rollouts(as_="arrow")["reward"].to_pylist() == [1.0] * 4
+    assert run.adapter is None
+
+
+@pytest.mark.real
+@deprecated
+def test_a_finished_run_is_resumed_without_new_rollouts_and_replaced_on_request():
+    first = dockyard.run_rollouts(ORACLE, num_tasks=1, run_dir="mine")
+    with pytest.raises(UsageError, match="already holds a run"):
+        dockyard.run_rollouts(ORACLE, num_tasks=1, run_dir="mine")
+    again = dockyard.run_rollouts(resume="mine", rollout={"concurrency": 2})
+    assert again.rollouts(as_="arrow").equals(first.rollouts(as_="arrow"))
+    assert again.config.rollout.concurrency == 2
+    replaced = dockyard.run_rollouts(
+        RunConfig.model_validate(ORACLE), num_tasks=1, run_dir="mine", overwrite=True, seed=1
+    )
+    assert replaced.config.seed == 1
+
+
+@pytest.mark.real
+@deprecated
+@from_anywhere
+def test_an_evaluation_goes_beside_the_training_run_and_has_scores(caller: Caller, tmp_path: Path):
+    Path("run.toml").write_text(
+        'run_dir = "mine"\n[tasks]\nsource = "demo"\nnum_heldout = 4\n[agent]\nname = "oracle"\n'
+    )
+    with nothing_left_behind():
+        run = caller(lambda: dockyard.evaluate("run.toml", eval={"samples": 2}))
+    assert isinstance(run, dockyard.Run)
+    assert run.path == tmp_path / "mine-eval"
+    assert run.summary is not None
+    assert run.summary["scores"]["passes"]["2"]["mean"] == 1.0
+    assert (run.summary["rollouts"], run.summary["split"]) == (8, "heldout")
+
+
+@pytest.mark.real
+@deprecated
+def test_the_training_tasks_are_evaluated_on_request(tmp_path: Path):
+    write_demo_tasks(tmp_path / "demo", num_train=4, num_heldout=4)
+    run = dockyard.evaluate({"tasks.train": "demo/train", "agent.name": "nop"}, split="train", run_dir="other")
+    assert run.path == tmp_path / "other"
+    assert run.summary is not None
+    assert (run.summary["split"], run.summary["scores"]["reward"]["mean"]) == ("train", 0.0)
+
+
+@pytest.mark.real
+@deprecated
+@from_anywhere
+def test_the_harbor_classes_work_from_anywhere(caller: Caller, tmp_path: Path):
+    write_demo_tasks(tmp_path / "demo", num_train=4, num_heldout=4)
+    config = dockyard.HarborConfig(agent="oracle", environment="sandbox", output_dir=tmp_path / "out")
+    with nothing_left_behind():
+        rollouts = caller(lambda: dockyard.HarborRolloutGenerator(config).generate(tmp_path / "demo/train", n_tasks=2))
+    assert isinstance(rollouts, list)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    read = caller(lambda: dockyard.HarborRolloutGenerator().generate_from_existing_job(tmp_path / "out/trials"))
+    assert isinstance(read, list)
+    assert [rollout.reward for rollout in read] == [1.0, 1.0]
+    converter = dockyard.HarborTrajectoryConverter(tiny_model())
+    assert caller(lambda: converter.load_job(tmp_path / "out/trials")) == []
+
+
+@pytest.mark.real
+@deprecated
+def test_training_with_an_agent_that_samples_no_tokens_reports_its_rewards(caplog: pytest.LogCaptureFixture):
+    run = dockyard.train(ORACLE | {"tasks.num_train": 4}, grpo={"group_size": 2})
+    assert run.summary is not None
+    assert run.summary["reward"] == 1.0
+    assert "agent `oracle` samples no tokens" in caplog.text
