@@ -36,8 +36,9 @@ from dockyard.run_dir.durable import (
     write_atomically,
 )
 from dockyard.run_dir.records import RecordedRollout, eval_of, eval_phase, from_line, step_of, step_phase, to_line
-from dockyard.run_dir.resume import RESUMABLE, Purpose, load_purpose, refuse_fixed, take_lock, versions
+from dockyard.run_dir.resume import Purpose, load_purpose, refuse_fixed, take_lock, versions
 from dockyard.settings.load import anchored, load_run_config
+from dockyard.settings.overrides import Overrides, Patch, read_overrides
 from dockyard.settings.text import to_toml
 from dockyard.types import Rollout
 
@@ -45,7 +46,6 @@ __all__ = [
     "EVAL",
     "EVAL_AFTER",
     "EVAL_BEFORE",
-    "RESUMABLE",
     "ROLLOUTS",
     "Checkpoint",
     "Checkpoints",
@@ -121,7 +121,7 @@ class RunDir:
         return run
 
     @classmethod
-    def resume(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+    def resume(cls, path: Path, overrides: Sequence[str] | Overrides = ()) -> Self:
         """Continue a run with its own settings; `overrides` may change what its records do not depend on."""
         config = resumed_config(path, overrides)
         with disk_errors(path):
@@ -401,12 +401,12 @@ def read_purpose(path: Path) -> Purpose | None:
     return load_purpose(path / _PURPOSE) if (path / _CONFIG).is_file() else None
 
 
-def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+def resumed_config(path: Path, overrides: Sequence[str] | Overrides) -> RunConfig:
     """The settings a resumed run would have."""
     if not (path / _CONFIG).is_file():
         raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
-    here = [f"--run_dir={path}"]  # the folder may have been moved
-    old = load_run_config(path / _CONFIG, here)
-    new = load_run_config(path / _CONFIG, [*overrides, *here])
+    here = Patch({"run_dir": path}, "--resume")  # the folder may have been moved
+    old = load_run_config(path / _CONFIG, Overrides((here,)))
+    new = load_run_config(path / _CONFIG, read_overrides(RunConfig, overrides).after(here))
     refuse_fixed(old, new)
     return new
