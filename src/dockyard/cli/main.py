@@ -110,23 +110,22 @@ def _find(words: Sequence[str]) -> tuple[str, Sequence[str]]:
             return name, words[count:]
     group = words[0] if words and words[0] in _GROUPS else None
     rest = words[1:] if group else words
-    if rest and not rest[0].startswith("-"):
-        raise _unknown_verb(rest[0], group)
+    if rest and rest[0] in ("-h", "--help", "--version"):
+        _overview(group).parse_args(rest)  # exits
+    raise _no_verb(rest, group)
+
+
+def _no_verb(words: Sequence[str], group: str | None) -> UsageError:
     command = f"dockyard {group}" if group else "dockyard"
-    if rest and rest[0] not in ("-h", "--help", "--version"):
-        raise UsageError(f"`{rest[0]}` must come after the verb", hint=f"`{command} --help` lists the verbs")
-    if not rest:
-        raise UsageError(f"`{command}` needs a verb", hint=f"`{command} --help` lists the verbs")
-    _overview(group).parse_args(rest)
-    raise AssertionError("argparse exits after it has printed the help or the version")
-
-
-def _unknown_verb(word: str, group: str | None) -> UsageError:
+    lists = f"`{command} --help` lists the verbs"
+    if not words:
+        return UsageError(f"`{command}` needs a verb", hint=lists)
+    if words[0].startswith("-"):
+        return UsageError(f"`{words[0]}` must come after the verb", hint=lists)
     known = _summaries(group)
-    prefix = f"dockyard {group} " if group else "dockyard "
-    near = difflib.get_close_matches(word, known, 1)
-    hint = f"did you mean `{prefix}{near[0]}`?" if near else f"the verbs are {', '.join(known)}"
-    return UsageError(f"`{word}` is not a verb" + (f" of `dockyard {group}`" if group else ""), hint=hint)
+    near = difflib.get_close_matches(words[0], known, 1)
+    hint = f"did you mean `{command} {near[0]}`?" if near else f"the verbs are {', '.join(known)}"
+    return UsageError(f"`{words[0]}` is not a verb" + (f" of `{command}`" if group else ""), hint=hint)
 
 
 def _summaries(group: str | None) -> dict[str, str]:
