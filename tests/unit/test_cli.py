@@ -18,10 +18,11 @@ from gateway_fakes import write_model
 
 from dockyard import __version__
 from dockyard.cli import main
-from dockyard.cli.main import VERBS
+from dockyard.cli.main import VERBS, load_verb
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
+from dockyard.settings.text import settings_by_key
 
 DEMO = ("--tasks.source", "demo")
 NO_URL = "`--engine vllm` needs the URL of a server, and `engine.url` is not set"
@@ -230,6 +231,32 @@ def test_every_verb_says_how_it_is_used(words: list[str], capsys: pytest.Capture
 def test_every_verb_of_the_list_is_there_and_every_verb_is_in_the_list():
     modules = {import_module(f"dockyard.cli.{entry.module}") for entry in VERBS.values()}
     assert sorted(verb.name for module in modules for verb in module.VERBS) == sorted(VERBS)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_short_name_stands_for_a_setting_and_hides_no_flag(name: str):
+    verb = load_verb(name)
+    known = settings_by_key(verb.settings) if verb.settings else {}
+    assert [flag for flag, key in verb.aliases.items() if key not in known] == []
+    assert {flag.name for flag in verb.flags}.isdisjoint(verb.aliases)
+
+
+@pytest.mark.parametrize(
+    ("verb", "listed", "left_out"),
+    [
+        ("tasks check", "--concurrency, --rollout.concurrency INT", "--trainer.lr"),
+        ("serve", "--engine-url, --engine.url TEXT", "--engine.launch"),
+        ("train", "--epochs, --tasks.passes INT", "--port"),
+    ],
+)
+def test_help_lists_the_settings_that_a_verb_reads_with_their_short_names(
+    verb: str, listed: str, left_out: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match="0"):
+        main([*verb.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert f"\n  {listed}" in shown
+    assert f"\n  {left_out} " not in shown
 
 
 def test_the_list_of_verbs_loads_neither_settings_nor_what_is_slow():
@@ -503,4 +530,4 @@ def test_tasks_are_checked_with_the_settings_of_a_run_file(tmp_path: Path, capsy
     assert (found.agent.name, found.agent.max_turns, found.sampling.temperature) == ("shell", 3, 0.5)
     (tmp_path / "run.toml").write_text('[tasks]\nsource = "demo"\n')
     assert main(["tasks", "check", "run.toml"]) == 2
-    assert "error: `run.toml` names no folder of tasks" in capsys.readouterr().err
+    assert "error: `run.toml` names no folder of tasks: `tasks.source` is `demo`" in capsys.readouterr().err

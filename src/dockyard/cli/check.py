@@ -83,7 +83,8 @@ def _tasks_of(toml: Path, given: Given) -> Path:
     tasks = load(RunConfig, toml, given.overrides).tasks
     if tasks.source != "folder" or tasks.train is None:
         hint = "`dockyard tasks check DIR` names the folder of tasks itself"
-        raise UsageError(f"`{toml}` names no folder of tasks: `tasks.train` is not set", hint=hint)
+        why = "`tasks.train` is not set" if tasks.source == "folder" else f"`tasks.source` is `{tasks.source}`"
+        raise UsageError(f"`{toml}` names no folder of tasks: {why}", hint=hint)
     return tasks.train
 
 
