@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.cli import main
-from dockyard.cli.rollout import positive
-from dockyard.cli.train import RunTraining
+from dockyard.cli.args import RunTraining, positive
 from dockyard.settings.load import read_dotenv
 
 __all__ = [

@@ -107,4 +107,4 @@ def test_without_prime_rl_the_error_says_where_it_was_looked_for(tmp_path: Path)
 def test_options_of_runs_do_not_go_with_a_file_of_prime_rls(checkout: Path):
     done = run("-m", "src.train", "--config", "configs/harbor_8b.toml", "--overwrite", checkout=checkout)
     assert done.returncode == 2
-    assert "`--overwrite` does not go with `configs/harbor_8b.toml`, which is no run file" in done.stderr
+    assert "`--overwrite` cannot be combined with `configs/harbor_8b.toml`, which is a Prime-RL file" in done.stderr

@@ -167,7 +167,7 @@ def test_tasks_that_were_mended_are_not_judged_by_what_they_were(capsys: pytest.
     assert main(["tasks", "check", "in", "--run_dir=mine"]) == 1
     Path("in/a/solution/solve.sh").write_text(TOUCH)
     assert main(["tasks", "check", "--resume", "mine"]) == 2
-    assert "have changed since `mine` began to check them" in capsys.readouterr().err
+    assert "have changed since `mine` started to check them" in capsys.readouterr().err
     assert main(["tasks", "check", "in", "--run_dir=mine", "--overwrite"]) == 0
 
 

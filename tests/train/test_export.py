@@ -225,7 +225,7 @@ def test_a_thinking_models_export_keeps_thoughts_in_its_template(tmp_path: Path)
         (["nowhere"], 2, "`nowhere` holds no run"),
         (["run", "--step", "3"], 2, "no checkpoint of step 3"),
         (["run", "--best"], 2, "has kept no best checkpoint"),
-        (["run", "--step", "2", "--best"], 2, "not allowed with"),
+        (["run", "--step", "2", "--best"], 2, "`--step` cannot be combined with `--best`"),
         (["run", "--base", "./gone"], 1, "`gone` is not a model folder"),
         (["empty"], 1, "`empty` has no checkpoint yet"),
         (["run", "--output", "file"], 2, "is a file"),

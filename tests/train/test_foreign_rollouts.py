@@ -160,7 +160,7 @@ def test_a_run_files_tasks_and_steps_give_way_to_a_job(job: Path):
 
 def test_a_job_does_not_go_with_skipped_training(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--from-job=job", "--skip-training"]) == 2
-    assert "`--from-job` does not go with `--skip-training`" in capsys.readouterr().err
+    assert "`--from-job` cannot be combined with `--skip-training`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("agent", ["oracle", "nop"])

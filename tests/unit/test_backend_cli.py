@@ -74,7 +74,7 @@ def test_dropped_settings_are_as_if_they_had_not_been_written(capsys: pytest.Cap
     ("drop", "error"),
     [
         ("trainer.lora", "`trainer.lora` in `--drop` is not a setting"),
-        ("trainer.lora_r", "`trainer.lora_r` in `--drop` is written nowhere"),
+        ("trainer.lora_r", "`trainer.lora_r` in `--drop` is not set in the file or on the command line"),
     ],
 )
 def test_only_what_was_written_can_be_dropped(drop: str, error: str, capsys: pytest.CaptureFixture[str]):
@@ -117,7 +117,7 @@ def test_a_run_belongs_to_the_backend_that_began_it(capsys: pytest.CaptureFixtur
     assert main(["backend", "slime", "--write", *MINE]) == 2
     assert "error: `mine` already holds a run" in capsys.readouterr().err
     assert main(["backend", "slime", "--resume", "mine", "--drop", "seed"]) == 2
-    assert "error: `--drop` does not go with `--resume`" in capsys.readouterr().err
+    assert "error: `--drop` cannot be combined with `--resume`" in capsys.readouterr().err
 
 
 def test_a_resumed_run_keeps_its_tasks_and_may_have_more_steps_and_other_gpus():

@@ -10,18 +10,23 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from gateway_fakes import write_model
 
 from dockyard import __version__
-from dockyard.cli import _VERBS, main
+from dockyard.cli import main
+from dockyard.cli.main import VERBS, load_verb
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
+from dockyard.settings.text import settings_by_key
 
 DEMO = ("--tasks.source", "demo")
+NO_URL = "`--engine vllm` needs the URL of a server, and `engine.url` is not set"
+EPOCHS_TOO_FEW = "`--epochs` on the command line is `0`; it must be an integer of at least 1, or none"
 PATIENCE_S = 600  # only against hanging
 
 
@@ -94,29 +99,41 @@ def test_mistakes_go_to_stderr_as_error_and_hint_and_exit_2(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        ([], "the following arguments are required: VERB", "`dockyard --help`"),
+        ([], "`dockyard` needs a verb", "`dockyard --help`"),
         (["trian"], "`trian` is not a verb", "did you mean `dockyard train`?"),
         (["train", "--dryrun"], "`--dryrun` is not an option", "did you mean `--dry-run`?"),
-        (["train", "a.toml", "b.toml"], "unrecognized arguments: b.toml", "`dockyard --help`"),
+        (["train", "a.toml", "b.toml"], "unrecognized arguments: b.toml", "`dockyard train --help`"),
         (["train", "--resume"], "argument --resume: expected one argument", "`dockyard train --help`"),
-        (["train", "--resume", "r", "a.toml"], "`a.toml` does not go with `--resume`", "its own settings"),
-        (["train", "--resume", "r", "--overwrite"], "`--overwrite` does not go with `--resume`", "its own settings"),
+        (["train", "--resume", "r", "a.toml"], "`a.toml` cannot be combined with `--resume`", "its own settings"),
+        (
+            ["train", "--resume", "r", "--overwrite"],
+            "`--overwrite` cannot be combined with `--resume`",
+            "its own settings",
+        ),
         (["train", "--resume", "nowhere"], "`nowhere` holds no run", "`dockyard train RUN.toml`"),
         (["train", "none.toml"], "`none.toml` does not exist", "--resume RUN_DIR"),
-        (["doctor", "--frob"], "unrecognized arguments: --frob", "`dockyard --help`"),
-        (["tasks"], "the following arguments are required: SOURCE", "`dockyard tasks --help`"),
-        (["serve"], "the following arguments are required: MODEL", "`dockyard serve --help`"),
-        (["serve", "m", "--engine", "vllm"], "`--engine vllm` needs the server's address", "`--engine-url"),
-        (["serve", "m", "--engine.type=vllm"], "`--engine vllm` needs the server's address", "`--engine-url"),
+        (["doctor", "--frob"], "unrecognized arguments: --frob", "`dockyard doctor --help`"),
+        (["tasks"], "`dockyard tasks` needs a verb", "`dockyard tasks --help`"),
+        (["tasks", "chek"], "`chek` is not a verb of `dockyard tasks`", "did you mean `dockyard tasks check`?"),
+        (["backend", "zork"], "`zork` is not a verb of `dockyard backend`", "the verbs are slime, prime-rl"),
+        (["--json", "train"], "`--json` must come after the verb", "`dockyard --help`"),
+        (["train", "--epochs", "0"], EPOCHS_TOO_FEW, "`tasks.passes`"),
+        (["train", "--steps", "3", "--epochs=2", *DEMO], "`steps` has no effect when passes are counted", "remove"),
+        (["serve"], "`dockyard serve` needs a model", "`dockyard serve smollm2-135m`"),
+        (["serve", "m", "--model.name", "n"], "`m` cannot be combined with `--model.name`", "remove one"),
+        (["serve", "m", "--prot", "1"], "`--prot` is not a setting", "did you mean `--port`?"),
+        (["serve", "m", "--no-auht"], "`--no-auht` is not an option", "did you mean `--no-auth`?"),
+        (["serve", "m", "--engine", "vllm"], NO_URL, "`--engine-url"),
+        (["serve", "m", "--engine.type=vllm"], NO_URL, "`--engine-url"),
         (
             ["serve", "m", "--port", "-1"],
-            "argument --port: `-1` is no whole number from 0 to 65535",
-            "`dockyard serve --help`",
+            "`--port` on the command line is `-1`; it must be an integer between 0 and 65535",
+            "`port`: Port to listen on.",
         ),
         (
             ["serve", "m", "--temperature", "nan"],
-            "argument --temperature: `nan` is no number from 0 to 2",
-            "`dockyard serve --help`",
+            "`--temperature` on the command line is `nan`; it must be a finite number",
+            "`temperature`: ",
         ),
     ],
 )
@@ -204,11 +221,62 @@ def test_signal_handlers_are_put_back():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize("words", [[], *([verb] for verb in _VERBS), ["tasks", "check"], ["backend", "slime"]], ids=str)
+@pytest.mark.parametrize("words", [[], *(verb.split() for verb in VERBS), ["tasks"], ["backend"]], ids=str)
 def test_every_verb_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
     assert capsys.readouterr().out.startswith(" ".join(["usage: dockyard", *words]))
+
+
+def test_every_verb_of_the_list_is_there_and_every_verb_is_in_the_list():
+    modules = {import_module(f"dockyard.cli.{entry.module}") for entry in VERBS.values()}
+    assert sorted(verb.name for module in modules for verb in module.VERBS) == sorted(VERBS)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_short_name_stands_for_a_setting_and_hides_no_flag(name: str):
+    verb = load_verb(name)
+    known = settings_by_key(verb.settings) if verb.settings else {}
+    assert [flag for flag, key in verb.aliases.items() if key not in known] == []
+    assert {flag.name for flag in verb.flags}.isdisjoint(verb.aliases)
+
+
+@pytest.mark.parametrize(
+    ("verb", "listed", "left_out"),
+    [
+        ("tasks check", "--concurrency, --rollout.concurrency INT", "--trainer.lr"),
+        ("serve", "--engine-url, --engine.url TEXT", "--engine.launch"),
+        ("train", "--epochs, --tasks.passes INT", "--port"),
+    ],
+)
+def test_help_lists_the_settings_that_a_verb_reads_with_their_short_names(
+    verb: str, listed: str, left_out: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match="0"):
+        main([*verb.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert f"\n  {listed}" in shown
+    assert f"\n  {left_out} " not in shown
+
+
+def test_the_list_of_verbs_loads_neither_settings_nor_what_is_slow():
+    code = (
+        "import sys\nfrom dockyard.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n"
+        "    slow = {'pydantic', 'numpy', 'rich', 'aiohttp', 'harbor', 'litellm', 'torch', 'dockyard.config'}\n"
+        "    print(sorted(slow & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("verb", ["train", "serve", "tasks check"])
+def test_the_help_of_a_verb_loads_neither_harbor_nor_torch(verb: str):
+    code = (
+        f"import sys\nfrom dockyard.cli import main\ntry:\n    main([*{verb.split()}, '--help'])\nexcept SystemExit:\n"
+        "    print(sorted({'harbor', 'litellm', 'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stderr == "[]\n"
 
 
 def test_a_path_that_cannot_be_used_is_no_bug(capsys: pytest.CaptureFixture[str]):
@@ -355,7 +423,7 @@ def test_demo_tasks_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "wrote mine/train and mine/heldout" in capsys.readouterr().err
     assert len(list((tmp_path / "mine/heldout").iterdir())) == 32
     assert main(["tasks", "demo", "mine"]) == 2
-    assert "`mine/train` is already there" in capsys.readouterr().err
+    assert "`mine/train` already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["serve", "/nowhere", "--port", "0"], ["doctor", "/nowhere"]])
@@ -383,3 +451,83 @@ def test_training_without_torch_is_refused_before_a_folder_is_made(tmp_path: Pat
     assert done.returncode == 1
     assert "training needs `torch`, which is not installed" in done.stderr
     assert not (tmp_path / "mine").exists()
+
+
+def test_an_epoch_count_on_the_command_line_replaces_the_steps_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run.toml").write_text('steps = 7\ntasks.source = "demo"\n')
+    assert main(["train", "run.toml", "--epochs", "3", "--dry-run", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)
+    assert (settings["tasks"]["passes"], settings["steps"]) == (3, RunConfig().steps)
+
+
+def test_a_job_replaces_the_tasks_of_the_file_whatever_its_name_looks_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run.toml").write_text(
+        'steps = 7\n[tasks]\nsource = "swebench"\ndataset = "x"\nlimit = 3\nids = ["a"]\nmap = { a = "b" }\n'
+    )
+    job = "none --steps=3 {}"
+    assert main(["train", "run.toml", "--from-job", job, "--dry-run", "--json"]) == 0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert (tasks["source"], tasks["dataset"]) == ("recorded", job)
+    assert (tasks["limit"], tasks["ids"], tasks["map"], tasks["split"]) == (None, [], {}, None)
+
+
+def test_an_evaluation_has_a_folder_beside_the_one_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.toml").write_text('run_dir = "mine"\ntasks.source = "demo"\n')
+    assert main(["eval", "run.toml", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_dir"] == "mine-eval"
+    assert main(["eval", "run.toml", "--run_dir=other", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_dir"] == "other"
+
+
+def test_a_short_name_on_resume_is_refused_like_its_setting(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--run_dir=mine"], run_training=FakeTraining()) == 0
+    assert main(["train", "--resume", "mine", "--agent", "oracle"], run_training=FakeTraining()) == 2
+    assert "error: `agent.name` cannot change in a run that has begun" in capsys.readouterr().err
+
+
+def test_what_is_served_may_come_from_a_file_and_a_dry_run_prints_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--engine", "vllm", "--engine-url", "http://x", "--port=9", "--max-new-tokens", "5", "--api-key", "hidden"]
+    assert main(["serve", "some/model", *words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "hidden" not in printed
+    (tmp_path / "serve.toml").write_text(printed)
+    assert main(["serve", "serve.toml", "--dry-run", "--json", "--port", "10"]) == 0
+    settings = json.loads(capsys.readouterr().out)
+    assert (settings["model"]["name"], settings["engine"]["url"]) == ("some/model", "http://x")
+    assert (settings["port"], settings["max_new_tokens"]) == (10, 5)
+    (tmp_path / "serve.toml").write_text("port = 1\nprot = 2\n")
+    assert main(["serve", "serve.toml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: `prot` in `serve.toml` is not a setting",
+        "hint: did you mean `port`? `dockyard serve --help` lists every setting",
+    ]
+
+
+def test_tasks_are_checked_with_the_settings_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["tasks", "demo", "demo"]) == 0
+    (tmp_path / "run.toml").write_text(
+        'run_dir = "mine"\nsteps = 7\n[tasks]\ntrain = "demo/train"\nheldout = "demo/heldout"\n[eval]\nsamples = 3\n'
+        "[agent]\nmax_turns = 3\n[environment]\nmemory_mb = 512\n[sampling]\neval_temperature = 0\ntemperature = 0.5\n"
+    )
+    assert main(["tasks", "check", "run.toml", "--dry-run", "--json", "--concurrency=2"]) == 0
+    found = RunConfig.model_validate_json(capsys.readouterr().out)
+    assert (found.run_dir, found.tasks.train) == (Path("runs/check-train"), tmp_path / "demo" / "train")
+    assert (found.environment.memory_mb, found.rollout.concurrency, found.rollout.max_lost_share) == (512, 2, 1)
+    assert (found.agent.name, found.agent.max_turns, found.tasks.heldout, found.eval.samples) == (
+        "oracle",
+        None,
+        None,
+        1,
+    )
+    assert main(["tasks", "check", "run.toml", "--difficulty=2", "--dry-run", "--json"]) == 0
+    found = RunConfig.model_validate_json(capsys.readouterr().out)
+    assert (found.agent.name, found.agent.max_turns, found.sampling.temperature) == ("shell", 3, 0.5)
+    (tmp_path / "run.toml").write_text('[tasks]\nsource = "demo"\n')
+    assert main(["tasks", "check", "run.toml"]) == 2
+    assert "error: `run.toml` names no folder of tasks: `tasks.source` is `demo`" in capsys.readouterr().err

@@ -171,15 +171,19 @@ def test_importing_the_package_loads_neither_torch_nor_harbor():
     ("words", "error", "hint"),
     [
         (["rollout", "--agent", "shel"], "`agent.name` is `shel`, which is not an agent", "did you mean `shell`?"),
-        (["rollout", "--num-tasks", "0"], "argument --num-tasks: `0` is no whole number from 1", "rollout --help"),
+        (
+            ["rollout", "--num-tasks", "0"],
+            "argument --num-tasks: must be an integer of at least 1, not `0`",
+            "rollout --help",
+        ),
         (["rollout", "--numtasks", "1"], "`--numtasks` is not an option", "did you mean `--num-tasks`?"),
-        (["train", "--num-tasks", "1"], "`--num-tasks` goes with `--skip-training`", "`dockyard rollout`"),
+        (["train", "--num-tasks", "1"], "`--num-tasks` needs `--skip-training`", "`dockyard rollout`"),
         (
             ["rollout", "--harbor-cli", "--rollout.max_running=2"],
             "`rollout.max_running` has no effect with `--harbor-cli`",
             "`--rollout.concurrency`",
         ),
-        (["train", "--harbor-cli"], "`--harbor-cli` goes with `--skip-training`", "`dockyard rollout`"),
+        (["train", "--harbor-cli"], "`--harbor-cli` needs `--skip-training`", "`dockyard rollout`"),
         (["eval", "--adapter", "none"], "`none` has no `adapter_config.json`", "RUN_DIR/adapters"),
         (["eval", "--resume", "nowhere"], "`nowhere` holds no run", "begins one"),
     ],
@@ -226,11 +230,11 @@ def test_a_run_is_continued_by_its_own_verb_with_what_it_began_with(tmp_path: Pa
     for verb in ("train", "rollout"):
         assert main([verb, "--resume", "mine"]) == 2
         assert capsys.readouterr().err.splitlines() == [
-            "error: `mine` was begun by `dockyard eval`",
+            "error: `mine` was started by `dockyard eval`",
             "hint: `dockyard eval --resume mine` continues it",
         ]
     assert main(["eval", "--resume", "mine", "--split", "heldout"]) == 2
-    assert "`--split` does not go with `--resume`" in capsys.readouterr().err
+    assert "`--split` cannot be combined with `--resume`" in capsys.readouterr().err
 
 
 def test_a_run_of_before_there_were_purposes_is_a_training_run(tmp_path: Path):

@@ -99,7 +99,7 @@ def test_without_a_tokenizer_ids_alone_are_converted_and_the_rest_is_told(
     assert (sample.tokens.tolist(), sample.response, lost.remove_sample) == ([1, 5, 6, 7], "", True)
     err = capsys.readouterr().err
     assert "no_tokenizer 2" in err
-    assert "texts are empty" in err
+    assert "are empty; `tokens` is complete" in err
 
 
 def test_text_is_tokenised_even_where_ids_are_known(job: Path, capsys: pytest.CaptureFixture[str]):
@@ -138,10 +138,10 @@ def test_without_files_it_says_what_could_be_converted(job: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        (["--output", "s.csv"], "`--output s.csv` has no known format", ".json, .jsonl, .parquet, .pt"),
-        (["--traces", "t.json"], "`--traces t.json` is no parquet file", "`--traces t.parquet`"),
+        (["--output", "s.csv"], "`--output s.csv` has no known file extension", ".json, .jsonl, .parquet, .pt"),
+        (["--traces", "t.json"], "`--traces t.json` must end in `.parquet`", "`--traces t.parquet`"),
         (["--text"], "`--text` needs `--tokenizer`", "--text --tokenizer MODEL"),
-        (["--output", "no/s.json"], "`no` is not a folder", "`mkdir -p no` makes it"),
+        (["--output", "no/s.json"], "`no` is not a folder", "`mkdir -p no` creates it"),
     ],
 )
 def test_misuse_is_refused_before_anything_is_read(
@@ -156,7 +156,7 @@ def test_misuse_is_refused_before_anything_is_read(
 def test_a_source_is_not_written_over(job: Path, capsys: pytest.CaptureFixture[str]):
     assert convert(job, "--traces", "t.parquet") == 0
     assert convert("t.parquet", "--tokenizer", tiny_model(), "--output", "t.parquet") == 2
-    assert "would be written over what it is made from" in capsys.readouterr().err
+    assert "is the source itself and would be overwritten" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_samples_of_ids_without_words_are_kept_when_traces_are_wanted_as_well(ca
     assert convert("job", "--output", "s.jsonl", "--traces", "t.parquet") == 0
     assert len(list(read_samples(Path("s.jsonl")))) == 1
     assert not Path("t.parquet").exists()
-    assert "no traces were written to t.parquet: nothing here has the words" in capsys.readouterr().err
+    assert "no traces were written to t.parquet: no trial has its text" in capsys.readouterr().err
     assert convert("job", "--traces", "t.parquet") == 1
     assert sorted(path.name for path in Path().iterdir()) == ["job", "s.jsonl"]
 
@@ -222,7 +222,7 @@ def test_samples_are_not_converted_again(job: Path, name: str, capsys: pytest.Ca
     assert convert(job, "--output", name) == 0
     assert convert(name) == 2
     err = capsys.readouterr().err
-    assert f"`{name}` holds samples already" in err
+    assert f"`{name}` already holds samples" in err
     assert f"--from-job {name}" in err
 
 

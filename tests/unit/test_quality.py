@@ -221,22 +221,26 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
         ([], "a check needs a folder of tasks", "dockyard tasks check DIR"),
         (["nowhere"], "`{}/nowhere` is not a folder of tasks", "dockyard tasks demo"),
         (["empty"], "`{}/empty` has no tasks", "dockyard tasks demo"),
-        (["in", "--difficulty=1"], "argument --difficulty: `1` is no whole number from 2", "tasks check --help"),
+        (
+            ["in", "--difficulty=1"],
+            "argument --difficulty: must be an integer of at least 2, not `1`",
+            "tasks check --help",
+        ),
         (["in", "--dificulty=4"], "`--dificulty` is not an option", "did you mean `--difficulty`?"),
-        (["in", "--keep", "in"], "`in` is already there", "a new or an empty folder"),
+        (["in", "--keep", "in"], "`in` already exists", "a new or an empty folder"),
         (["in", "--keep", "in/out"], "`in/out` is inside `{}/in`", "choose another"),
         (["in", "--report", "in"], "`in` is a folder", "--report FILE.json"),
         (["in", "--report", "in/a/task.toml/x"], "`in/a/task.toml/x` cannot be made in `{}/in/a/", "--report"),
         (["in", "--keep", "in/a/task.toml/x"], "`in/a/task.toml/x` cannot be made in `{}/in/a/", "--keep"),
-        (["in", "--agent", "shell"], "`--agent.name` has no effect on this check", "--difficulty K"),
-        (["in", "--model=m"], "`--model.name` has no effect on this check", "--difficulty K"),
+        (["in", "--agent", "shell"], "`--agent` has no effect on this check", "--difficulty K"),
+        (["in", "--model=m"], "`--model` has no effect on this check", "--difficulty K"),
         (["in", "--trainer.lr=1"], "`--trainer.lr` has no effect on this check", "remove it"),
         (["in", "--tasks.train=x"], "`--tasks.train` has no effect on this check", "remove it"),
         (["in", "--environment.tipe=x"], "`--environment.tipe` is not a setting", "environment.type"),
         (["in", "--environment.type=dokcer"], "`environment.type` is `dokcer`, which is no environment", "docker"),
         (["in", "--difficulty=2", "--agent=shel"], "`agent.name` is `shel`, which is not an agent", "`shell`"),
         (["in", "more"], "unrecognized arguments: more", "tasks check --help"),
-        (["in", "--resume", "x"], "`in` does not go with `--resume`", "its own tasks"),
+        (["in", "--resume", "x"], "`in` cannot be combined with `--resume`", "its own tasks"),
         (["--resume", "x"], "`x` holds no run", ""),
     ],
 )
@@ -284,6 +288,6 @@ def test_a_check_is_continued_as_a_check_with_the_tasks_it_began_with(
     assert main(["rollout", "--resume", "mine"]) == 2
     assert "hint: `dockyard tasks check --resume mine` continues it" in capsys.readouterr().err
     assert main(["tasks", "check", "--resume", "mine", "--difficulty=2"]) == 2
-    assert "`--difficulty` does not go with `--resume`" in capsys.readouterr().err
+    assert "`--difficulty` cannot be combined with `--resume`" in capsys.readouterr().err
     assert main(["tasks", "check", "--resume", "mine"]) == 2
-    assert f"the tasks in `{tmp_path / 'in'}` have changed since `mine` began" in capsys.readouterr().err
+    assert f"the tasks in `{tmp_path / 'in'}` have changed since `mine` started" in capsys.readouterr().err

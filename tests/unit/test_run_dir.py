@@ -22,8 +22,7 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import append_line, read_lines
 from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
-from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RESUMABLE, HeldoutScore, RunDir, eval_phase, step_phase
-from dockyard.settings.text import settings_by_key
+from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase, step_phase
 from dockyard.types import (
     Blame,
     Exchange,
@@ -515,10 +514,6 @@ def test_a_resumed_run_may_be_given_a_way_to_fit_the_memory(tmp_path: Path, key:
     RunDir.create(tmp_path / "run", CONFIG).close()
     with RunDir.resume(tmp_path / "run", [f"--trainer.{key}={json.dumps(value)}"]) as run:
         assert run.config.trainer.model_dump()[key] == value
-
-
-def test_what_may_change_on_resume_are_real_settings():
-    assert set(settings_by_key(RunConfig)) >= RESUMABLE
 
 
 def test_other_versions_on_resume_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):

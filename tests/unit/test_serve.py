@@ -1,6 +1,5 @@
 """The stand-alone server: its command line, the session that everybody shares, and how it starts and fails."""
 
-import argparse
 import asyncio
 import json
 import logging
@@ -16,35 +15,51 @@ import pytest
 from aiohttp import web
 from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_model
 
+from dockyard.cli.args import parse
+from dockyard.cli.main import load_verb
+from dockyard.cli.serve import read_options
 from dockyard.collect.model_files import find_files
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.protocol import UNSUPPORTED_PARAMETERS
 from dockyard.gateway.server import Gateway, Timeouts
 from dockyard.gateway.sessions import TokenSessions
 from dockyard.gateway.shared_session import SharedSession
-from dockyard.serve.options import ServeOptions, add_serve, as_flag
+from dockyard.serve.options import ServeOptions
 from dockyard.serve.server import keep_serving, open_shared_session, serve
 from dockyard.types import Message, Prompt
 
 KEY = "the-key"
+VLLM = ("--engine", "vllm", "--engine-url", "http://x")
 
 
 def options(*words: str, model: str = "policy", **environment: str) -> ServeOptions:
-    verbs = argparse.ArgumentParser(exit_on_error=False).add_subparsers()
-    return ServeOptions.of(add_serve(verbs.add_parser).parse_args([model, *words]), environment)
+    return read_options(parse(load_verb("serve"), [model, *words]), environment)
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--engine", "vllm"], "`--engine vllm` needs the server's address"),
-        (["--engine-url", "http://x"], "`--engine-url` has no effect with `--engine transformers`"),
-        (["--engine", "vllm", "--engine-url", "http://x", "--dtype", "float32"], "`--dtype` has no effect"),
-        (["--engine", "openai", "--engine-url", "localhost"], "`--engine-url` is `localhost`"),
-        (["--context-length", "3"], "`--context-length` is `3`"),
-        (["--no-auth", "--api-key", "x"], "`--no-auth` does not go with `--api-key`"),
-        (["--no-auth", "--admin-port", "0"], "`--no-auth` does not go with an admin listener"),
-        (["--admin-port", "0", "--admin-socket", "s"], "`--admin-port` does not go with `--admin-socket`"),
+        (["--engine", "vllm"], "`--engine vllm` needs the URL of a server, and `engine.url` is not set"),
+        (["--engine-url", "http://x"], "`--engine-url` has no effect when `engine.type` is `transformers`"),
+        ([*VLLM, "--dtype", "float32"], "`--dtype` has no effect when `--engine` is `vllm`: the server decides it"),
+        ([*VLLM, "--engine.max_batch=3"], "`engine.max_batch` has no effect when `engine.type` is `vllm`"),
+        ([*VLLM, "--engine.launch=true"], "`engine.launch` has no effect when a model is served"),
+        (["--engine.memory_share=0.3"], "`engine.memory_share` has no effect when a model is served"),
+        (["--engine", "openai", "--engine-url", "localhost"], "`--engine-url` on the command line is `localhost`; it"),
+        (["--engine", "vlm"], "`--engine` on the command line is `vlm`; it must be 'transformers', 'vllm'"),
+        (
+            ["--context-length", "3"],
+            "`--context-length` on the command line is `3`; it must be an integer of at least 16",
+        ),
+        (
+            ["--max-new-tokens", "0"],
+            "`--max-new-tokens` on the command line is `0`; it must be an integer of at least 1",
+        ),
+        (["--admin-port=x"], "`--admin-port` on the command line is `x`; it must be an integer between 0 and 65535"),
+        (["--tasks.train=x"], "`--tasks.train` is not a setting"),
+        (["--no-auth", "--api-key", "x"], "`--no-auth` cannot be combined with `--api-key`"),
+        (["--no-auth", "--admin-port", "0"], "`--no-auth` cannot be combined with an admin listener"),
+        (["--admin-port", "0", "--admin-socket", "s"], "`--admin-port` cannot be combined with `--admin-socket`"),
         (["--api-key", " "], "`--api-key` is empty"),
     ],
 )
@@ -84,10 +99,30 @@ def test_a_folder_is_served_under_its_own_name(model: str, name: str):
     assert options(model=model).served_name == name
 
 
-def test_settings_that_hints_name_are_flags_too():
-    assert as_flag("--engine.url") == "--engine-url"
-    assert as_flag("--engine.context_length=9") == "--context-length=9"
-    assert as_flag("--port=9") == "--port=9"
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["--engine=vllm", "--engine-url=http://x"], ["--engine.type", "vllm", "--engine.url", "http://x"]),
+        ([*VLLM, "--engine-model=m"], [*VLLM, "--engine.model=m"]),
+        ([*VLLM, "--engine-api-key-env", "K"], [*VLLM, "--engine.api_key_env", "K"]),
+        (["--context-length", "99"], ["--engine.context_length=99"]),
+        (["--device", "cpu", "--dtype", "float32"], ["--model.device=cpu", "--model.dtype=float32"]),
+        (["--max-new-tokens=9", "--admin-port=0"], ["--max_new_tokens=9", "--admin_port", "0"]),
+        (["--admin-socket", "s"], ["--admin_socket=s"]),
+    ],
+)
+def test_a_flag_and_the_setting_that_it_stands_for_are_the_same(words: list[str], same: list[str]):
+    environment = {"DOCKYARD_API_KEY": "k", "DOCKYARD_ADMIN_TOKEN": "t"}
+    assert options(*words, **environment) == options(*same, **environment) != options(**environment)
+
+
+def test_the_last_of_a_flag_and_its_setting_counts_and_the_model_may_come_anywhere():
+    chosen = read_options(parse(load_verb("serve"), ["--no-auth", "--port=1", "here", "--port", "2"]), {})
+    assert (chosen.model.name, chosen.port, chosen.key) == ("here", 2, None)
+
+
+def test_settings_of_the_embedded_engine_are_served_with():
+    assert options("--engine.max_batch", "3", "--engine.deterministic=false").engine.max_batch == 3
 
 
 def test_help_names_every_parameter_that_has_no_effect(capsys: pytest.CaptureFixture[str]):

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from dockyard.config import ALGORITHMS, Config, GRPOConfig, RunConfig
+from dockyard.config import ALGORITHMS, Config, GRPOConfig, OnResume, RunConfig
 from dockyard.errors import UsageError
-from dockyard.settings.load import anchored, changed_keys, load, load_run_config
+from dockyard.run_dir.resume import refuse_fixed, resumable_keys
+from dockyard.settings.load import anchored, load, load_run_config, written_settings
 from dockyard.settings.messages import SettingsError, suggest
-from dockyard.settings.text import settings_by_key, settings_help, to_toml, toml_value
+from dockyard.settings.overrides import Overrides, Patch, read_overrides
+from dockyard.settings.text import changed_keys, expected_text, settings_by_key, settings_help, to_toml, toml_value
 
 
 class OvenConfig(Config):
@@ -150,16 +152,22 @@ def test_an_unknown_option_gets_the_dotted_key_as_hint():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--oven.heat", "0"], "`--oven.heat` on the command line is `0`; it must be greater than 0"),
-        (["--oven.heat=hot"], "`--oven.heat` on the command line is `hot`; it must be a number"),
+        (
+            ["--oven.heat", "0"],
+            "`--oven.heat` on the command line is `0`; it must be a number greater than 0 and at most 300",
+        ),
+        (
+            ["--oven.heat=hot"],
+            "`--oven.heat` on the command line is `hot`; it must be a number greater than 0 and at most 300",
+        ),
         (["--oven.heat=nan"], "`--oven.heat` on the command line is `nan`; it must be a finite number"),
-        (["--loaves=1.5"], "`--loaves` on the command line is `1.5`; it must be a whole number"),
+        (["--loaves=1.5"], "`--loaves` on the command line is `1.5`; it must be an integer of at least 0"),
         (["--oven.fan=maybe"], "`--oven.fan` on the command line is `maybe`; it must be true or false"),
         (["--oven.extras=3"], "`--oven.extras` on the command line is `3`; it must be a table"),
         (["--oven.extras.x=null"], "`--oven.extras.x` is `null`; a table cannot hold null"),
         (["--shelf="], "`--shelf` is empty; it must be a path"),
         (["--flour="], "`--flour` on the command line is empty; it must be text with a length of at least 1"),
-        (["--loaves="], "`--loaves` on the command line is empty; it must be a whole number"),
+        (["--loaves="], "`--loaves` on the command line is empty; it must be an integer of at least 0"),
         (["--oven", "3"], "`--oven` is a section, not a setting"),
         (["--oven.heat.x", "3"], "`--oven.heat.x` is not a setting"),
         (["--oven.extras.", "3"], "`--oven.extras.` is not a setting"),
@@ -175,8 +183,14 @@ def test_a_wrong_override_says_the_key_the_value_and_what_was_expected(words: li
 def test_a_wrong_value_in_the_file_says_where_and_what_the_setting_means(tmp_path: Path):
     toml = write(tmp_path / "run.toml", '[oven]\nheat = 500\nrack = "top"\n')
     assert problems_of(toml) == [
-        (f"`oven.heat` in `{toml}` is `500`; it must be less than or equal to 300", "`oven.heat`: In degrees."),
-        (f"`oven.rack` in `{toml}` is `top`; it must be a whole number", "`oven.rack`: Counted from below."),
+        (
+            f"`oven.heat` in `{toml}` is `500`; it must be a number greater than 0 and at most 300",
+            "`oven.heat`: In degrees.",
+        ),
+        (
+            f"`oven.rack` in `{toml}` is `top`; it must be an integer of at least 1, or none",
+            "`oven.rack`: Counted from below.",
+        ),
     ]
 
 
@@ -193,10 +207,10 @@ def test_all_mistakes_are_reported_at_once_each_with_its_place(tmp_path: Path):
     assert sorted(messages) == sorted(
         [
             "`--steam` is not a setting",
-            "`--oven.rack` on the command line is `0`; it must be greater than or equal to 1",
+            "`--oven.rack` on the command line is `0`; it must be an integer of at least 1, or none",
             f"`loafs` in `{toml}` is not a setting",
             f"`flour` in `{toml}` is `4`; it must be text",
-            f"`oven.heat` in `{toml}` is `-1`; it must be greater than 0",
+            f"`oven.heat` in `{toml}` is `-1`; it must be a number greater than 0 and at most 300",
         ]
     )
 
@@ -375,7 +389,7 @@ def test_a_server_that_the_run_starts_has_no_address_and_is_a_vllm():
     with pytest.raises(UsageError, match="`engine.launch` has no effect when `engine.type` is `sglang`"):
         load_run_config(None, ["--tasks.source=demo", "--engine.type=sglang", "--engine.launch=true"])
     for option in ("--port", "--port=80", "--api_key"):
-        with pytest.raises(UsageError, match="but the run decides how the server that it starts is reached"):
+        with pytest.raises(UsageError, match="but the run decides the address of the server that it starts"):
             load_run_config(None, [*launched, f'--engine.args=["{option}", "80"]'])
     for share in ("0", "1", "1.5"):
         with pytest.raises(UsageError, match="`--engine.memory_share` on the command line is"):
@@ -430,3 +444,105 @@ def test_recorded_rollouts_cannot_be_tried_again():
     assert load_run_config(None, words).grpo.dynamic_sampling
     with pytest.raises(UsageError, match="`grpo.max_tries` has no effect when `tasks.source` is `recorded`"):
         load_run_config(None, [*words, "--grpo.max_tries=5"])
+
+
+def test_every_setting_is_marked_as_one_that_may_change_on_resume_or_may_not():
+    marks = {
+        key: [m for m in field.metadata if isinstance(m, OnResume)] for key, field in settings_by_key(RunConfig).items()
+    }
+    assert [key for key, found in marks.items() if len(found) != 1] == []
+
+
+def test_nothing_that_rollouts_or_updates_are_computed_from_may_change_on_resume():
+    changeable = resumable_keys()
+    sections = {key.partition(".")[0] for key in changeable if "." in key}
+    assert sections.isdisjoint({"tasks", "agent", "sampling", "grpo"})
+    assert changeable.isdisjoint({"seed", "model.name", "trainer.lr", "trainer.lora_r", "engine.type", "eval.samples"})
+    assert {"run_dir", "steps", "engine.url", "rollout.concurrency", "trainer.save_every"} <= changeable
+
+
+@pytest.mark.parametrize("key", sorted(settings_by_key(RunConfig)))
+def test_a_resumed_run_accepts_a_change_of_exactly_the_settings_that_are_marked(key: str):
+    section, _, name = key.rpartition(".")
+    changed = {name: "another value"}
+    old = RunConfig()
+    new = old.model_copy(update={section: getattr(old, section).model_copy(update=changed)} if section else changed)
+    if key in resumable_keys():
+        refuse_fixed(old, new)
+    else:
+        with pytest.raises(UsageError, match=f"`{key}` cannot change in a run that has begun"):
+            refuse_fixed(old, new)
+
+
+def test_a_linear_schedule_fixes_the_number_of_steps():
+    old = RunConfig.model_validate({"trainer": {"schedule": "linear"}})
+    with pytest.raises(UsageError, match="`steps` cannot change in a run that has begun") as caught:
+        refuse_fixed(old, old.model_copy(update={"steps": 99}))
+    assert "`rollout.concurrency`" in caught.value.hint
+    assert "`steps`" not in caught.value.hint
+
+
+def test_a_short_name_is_read_by_the_type_of_its_setting_and_named_in_errors():
+    aliases = {"--rack": "oven.rack", "--heat": "oven.heat"}
+    given = read_overrides(BakeryConfig, ["--rack=2", "--oven.heat", "100", "--heat", "150"], aliases)
+    assert load(BakeryConfig, None, given).oven == OvenConfig(rack=2, heat=150)
+    with pytest.raises(SettingsError) as caught:
+        load(BakeryConfig, None, read_overrides(BakeryConfig, ["--rack", "0", "--heat=hot"], aliases))
+    assert [problem.message for problem in caught.value.problems] == [
+        "`--heat` on the command line is `hot`; it must be a number greater than 0 and at most 300",
+        "`--rack` on the command line is `0`; it must be an integer of at least 1, or none",
+    ]
+
+
+def test_a_patch_overrides_the_file_and_is_overridden_by_what_comes_after_it(tmp_path: Path):
+    toml = write(tmp_path / "run.toml", 'loaves = 3\nflour = "oat"\n[oven]\nheat = 180\nextras = { a = 1 }\n')
+    words = read_overrides(BakeryConfig, ["--loaves", "4"])
+    low = Patch({"loaves": 5, "shelf": Path("here"), "oven.heat": 200.0}, "--low")
+    config = load(BakeryConfig, toml, words.before(low).after(Patch({"oven.extras.b": 2, "oven.rack": None}, "--high")))
+    assert (config.loaves, config.shelf, config.flour) == (4, Path("here"), "oat")
+    assert config.oven == OvenConfig(heat=200, extras={"a": 1, "b": 2})
+
+
+def test_a_wrong_value_of_a_flag_that_stands_for_several_settings_names_the_flag_and_the_setting():
+    with pytest.raises(SettingsError) as caught:
+        load(BakeryConfig, None, Overrides((Patch({"loaves": -1, "flour": "rye"}, "--many"),)))
+    assert caught.value.message == "`loaves`, set by `--many`, is `-1`; it must be an integer of at least 0"
+
+
+def test_a_value_that_is_typed_already_is_not_parsed_again():
+    text = '{"looks": "like JSON"} --loaves=3'
+    assert load(BakeryConfig, None, Overrides((Patch({"flour": text, "oven.steps": [text]}, "--x"),))).flour == text
+
+
+def test_only_what_the_user_wrote_is_written(tmp_path: Path):
+    toml = write(tmp_path / "run.toml", "loaves = 3\n[oven]\nheat = 180\n")
+    given = read_overrides(BakeryConfig, ["--oven.extras.a=1", "--rack", "2"], {"--rack": "oven.rack"})
+    places = written_settings(toml, given, BakeryConfig).places
+    assert places == {
+        "loaves": f"in `{toml}`",
+        "oven.heat": f"in `{toml}`",
+        "oven.rack": "on the command line",
+        "oven.extras": "on the command line",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("rollout.max_staleness", "an integer between 0 and 8"),
+        ("trainer.adam_beta2", "a number greater than 0 and less than 1"),
+        ("tasks.heldout_share", "a number of at least 0 and less than 1"),
+        ("tasks.limit", "an integer of at least 1, or none"),
+        ("trainer.compile", "true or false"),
+        ("tasks.train", "a path, or none"),
+        ("agent.kwargs", "a table"),
+        ("engine.args", "a list"),
+        ("model.name", "text"),
+    ],
+)
+def test_what_a_value_must_be_is_said_in_words(key: str, expected: str):
+    assert expected_text(settings_by_key(RunConfig)[key]) == expected
+
+
+def test_a_setting_whose_type_has_a_name_lists_its_choices():
+    assert "--tasks.source folder|demo|trail|harbor|swebench|c2bug|recorded  (" in settings_help(RunConfig)

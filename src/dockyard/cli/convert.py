@@ -1,6 +1,5 @@
 """`dockyard convert`."""
 
-import argparse
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dockyard.cli.run_file import AddParser
+from dockyard.cli.args import DEBUG, JSON, Flag, Given, Verb
 from dockyard.cli.terminal import print_data, say
 from dockyard.errors import UsageError
 
@@ -23,54 +22,31 @@ if TYPE_CHECKING:
 FORMATS = (".json", ".jsonl", ".parquet", ".pt")
 
 
-def add(add_parser: AddParser) -> None:
-    """Describe the verb."""
-    parser = add_parser(
-        "convert",
-        help="turn finished Harbor jobs into training samples",
-        description="Turn finished attempts into training samples: token ids as they were sampled where they are "
-        "known, else the text of the agent's trajectory in the model's own template. Only what the model said is "
-        "trained on. Without `--output` and `--traces`, say what could be converted.",
-    )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=Path,
-        help="a Harbor job or trial folder, a run folder of ours, a traces parquet, or an ATIF trajectory",
-    )
-    parser.add_argument("--tokenizer", metavar="MODEL", help="a model folder or a name on the Hub")
-    parser.add_argument("--output", metavar="FILE", type=Path, help=f"where samples go: {', '.join(FORMATS)}")
-    parser.add_argument("--traces", metavar="FILE", type=Path, help="where traces go, in Harbor's columns: .parquet")
-    parser.add_argument("--text", action="store_true", help="tokenise the text even where ids are known")
-    parser.add_argument("--json", action="store_true", help="print the report as data")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
-def act(arguments: argparse.Namespace) -> int:
-    """Convert, and print the report. Exit code 1 when nothing could be converted; then nothing is written either."""
-    wanted = _Wanted(arguments.source, arguments.output, arguments.traces, arguments.text)
-    wanted.check(arguments.tokenizer)
-    _refuse_samples(arguments.source)
+def _convert(given: Given) -> int:
+    """Convert, and print the report. The exit code is 1 when nothing could be converted; then nothing is written."""
+    flags = given.flags
+    wanted = _Wanted(flags.source, flags.output, flags.traces, flags.text)
+    wanted.check(flags.tokenizer)
+    _refuse_samples(flags.source)
+    from dockyard.convert.read import unfinished
     from dockyard.convert.report import ConversionReport
     from dockyard.convert.tokenize import load_renderer
 
-    renderer = load_renderer(arguments.tokenizer) if arguments.tokenizer else None
+    renderer = load_renderer(flags.tokenizer) if flags.tokenizer else None
     report = ConversionReport()
     with suppress(_NothingConvertedError):
         wanted.write(renderer, report)
-    if arguments.json:
+    if flags.json:
         print_data(json.dumps(report.summary(), indent=2) + "\n")
-    from dockyard.convert.read import unfinished
-
     say(report.table())
-    if notice := unfinished(arguments.source):
+    if notice := unfinished(flags.source):
         say(notice)
     wanted.say_files(report, renderer)
     return 0 if wanted.is_met(report) else 1
 
 
 class _NothingConvertedError(Exception):
-    """Leaves the files as they were."""
+    """Raised so that the output files are left as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +57,24 @@ class _Wanted:
     text: bool
 
     def check(self, tokenizer: str | None) -> None:
-        """What is wrong is said before the first trial is read."""
+        """Refuse mistakes before the first trial is read."""
         if self.output and self.output.suffix not in FORMATS:
-            hint = f"the end of the name says the format: {', '.join(FORMATS)}"
-            raise UsageError(f"`--output {self.output}` has no known format", hint=hint)
+            hint = f"choose the format by the file extension: {', '.join(FORMATS)}"
+            raise UsageError(f"`--output {self.output}` has no known file extension", hint=hint)
         if self.traces and self.traces.suffix != ".parquet":
             hint = f"`--traces {self.traces.with_suffix('.parquet')}`"
-            raise UsageError(f"`--traces {self.traces}` is no parquet file", hint=hint)
+            raise UsageError(f"`--traces {self.traces}` must end in `.parquet`", hint=hint)
         if self.text and not tokenizer:
             hint = f"`dockyard convert {self.source} --text --tokenizer MODEL`"
             raise UsageError("`--text` needs `--tokenizer`", hint=hint)
         for file in (self.output, self.traces):
             if file and not file.absolute().parent.is_dir():
-                raise UsageError(f"`{file.parent}` is not a folder", hint=f"`mkdir -p {file.parent}` makes it")
+                raise UsageError(f"`{file.parent}` is not a folder", hint=f"`mkdir -p {file.parent}` creates it")
             if file and file.absolute() == self.source.absolute():
-                raise UsageError(f"`{file}` would be written over what it is made from", hint="choose another name")
+                raise UsageError(f"`{file}` is the source itself and would be overwritten", hint="choose another name")
 
     def write(self, renderer: "Renderer | None", report: "ConversionReport") -> None:
-        """Everything in one pass over the trials."""
+        """Write samples and traces in one pass over the trials."""
         from dockyard.convert.read import count_trials, read_trials
         from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
         from dockyard.convert.traces import write_traces
@@ -126,22 +102,22 @@ class _Wanted:
                 raise _NothingConvertedError
 
     def is_met(self, report: "ConversionReport") -> bool:
-        """Was something written, or could samples be if no file is named?"""
+        """Whether something was written or, if no file is named, could be."""
         has_samples = bool(report.converted) and (self.output is not None or self.traces is None)
         return has_samples or (self.traces is not None and bool(report.worded))
 
     def say_files(self, report: "ConversionReport", renderer: "Renderer | None") -> None:
-        """Where the result is, or how there would be one."""
+        """Say where the result is, or which flag would produce one."""
         if self.output and report.converted:
             say(f"wrote {report.samples:,} samples to {self.output}")
             if renderer is None:
-                say("without `--tokenizer` their `prompt` and `response` texts are empty; the tokens are there")
+                say("without `--tokenizer` their `prompt` and `response` are empty; `tokens` is complete")
         if self.traces and report.worded:
             say(f"wrote the traces of {report.worded:,} trials to {self.traces}")
         elif self.traces:
-            say(f"no traces were written to {self.traces}: nothing here has the words of a trial")
+            say(f"no traces were written to {self.traces}: no trial has its text")
         if report.skipped["no_tokenizer"] and not self.traces:
-            say("`--tokenizer MODEL` converts the trials that have no ids")
+            say("`--tokenizer MODEL` converts the trials without token ids")
         elif report.converted and not self.output and not self.traces:
             say("nothing was written: `--output samples.parquet` writes samples, `--traces traces.parquet` traces")
 
@@ -153,9 +129,9 @@ def _refuse_samples(source: Path) -> None:
     if not holds_samples(source):
         return
     if source.suffix == ".parquet":
-        open_parquet(source)  # says so if it is damaged: then nobody knows what it holds
+        open_parquet(source)  # reports a damaged file, whose content is unknown
     hint = f"`dockyard train run.toml --from-job {source}` trains on them"
-    raise UsageError(f"`{source}` holds samples already", hint=hint)
+    raise UsageError(f"`{source}` already holds samples", hint=hint)
 
 
 def _write(writer: "SampleWriter", samples: "list[Sample]") -> int:
@@ -165,7 +141,7 @@ def _write(writer: "SampleWriter", samples: "list[Sample]") -> int:
 
 
 def _shown(trials: "Iterable[Converted]", total: int | None) -> "Iterable[Converted]":
-    """The same, with progress in a terminal."""
+    """Show progress in a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -173,3 +149,27 @@ def _shown(trials: "Iterable[Converted]", total: int | None) -> "Iterable[Conver
     if not console.is_terminal:
         return trials
     return track(trials, "converting", total=total, console=console, transient=True)
+
+
+VERBS = (
+    Verb(
+        name="convert",
+        about="Convert finished trials to training samples. Token ids are those that were sampled if they are known; "
+        "otherwise the text of the agent's trajectory is tokenized with the model's chat template. Only tokens of the "
+        "model are trained on. Without `--output` and `--traces`, print what could be converted.",
+        act=_convert,
+        flags=(
+            Flag(
+                "source",
+                "a Harbor job or trial folder, a run folder, a traces parquet file, or an ATIF trajectory",
+                {"metavar": "SOURCE", "type": Path},
+            ),
+            Flag("--tokenizer", "a model folder or a Hub name", {"metavar": "MODEL"}),
+            Flag("--output", f"the file for samples: {', '.join(FORMATS)}", {"metavar": "FILE", "type": Path}),
+            Flag("--traces", "the file for traces in Harbor's columns: .parquet", {"metavar": "FILE", "type": Path}),
+            Flag("--text", "tokenize the text even where token ids are known"),
+            JSON,
+            DEBUG,
+        ),
+    ),
+)

@@ -1,35 +1,16 @@
 """`dockyard export`."""
 
-import argparse
 from pathlib import Path
 
-from dockyard.cli.run_file import AddParser
+from dockyard.cli.args import DEBUG, Flag, Given, Verb
 from dockyard.cli.terminal import say
-from dockyard.errors import DockyardError
+from dockyard.errors import DockyardError, UsageError
 
 
-def add(add_parser: AddParser) -> None:
-    """Describe the verb."""
-    parser = add_parser(
-        "export",
-        help="write a trained policy as a model folder",
-        description="Write a trained policy as a folder that vLLM, transformers and the Hub take as it is: the adapter "
-        "merged into its base model, or the whole model that was trained, with the chat template it was trained under. "
-        "The run may still be going on.",
-    )
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="the folder of a training run")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the folder to write")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", metavar="N", type=int, help="the checkpoint after this step (default: the latest)")
-    which.add_argument("--best", action="store_true", help="what did best on held-out tasks (`trainer.keep_best`)")
-    parser.add_argument("--adapter-only", action="store_true", help="write the LoRA adapter, not the whole model")
-    parser.add_argument("--base", metavar="MODEL", help="the base model, if it is no longer where the run found it")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
-def act(arguments: argparse.Namespace) -> int:
-    """Write the folder and say what is in it."""
+def _export(given: Given) -> int:
+    flags = given.flags
+    if flags.step is not None and flags.best:
+        raise UsageError("`--step` cannot be combined with `--best`", hint="remove one of them")
     try:
         from dockyard.trainer.export import ExportRequest, export
     except ModuleNotFoundError as error:
@@ -39,15 +20,36 @@ def act(arguments: argparse.Namespace) -> int:
             f"exporting needs `{error.name}`, which is not installed", hint="`pip install 'dockyard[train]'`"
         ) from error
     wanted = ExportRequest(
-        run=arguments.run,
-        output=arguments.output,
-        step=arguments.step,
-        best=arguments.best,
-        adapter_only=arguments.adapter_only,
-        overwrite=arguments.overwrite,
-        base=arguments.base,
+        run=flags.run,
+        output=flags.output,
+        step=flags.step,
+        best=flags.best,
+        adapter_only=flags.adapter_only,
+        overwrite=flags.overwrite,
+        base=flags.base,
     )
     source = export(wanted)
-    kind = "adapter" if arguments.adapter_only else "model"
-    say(f"{kind} of step {source.step}: {arguments.output}")
+    kind = "adapter" if flags.adapter_only else "model"
+    say(f"{kind} of step {source.step}: {flags.output}")
     return 0
+
+
+VERBS = (
+    Verb(
+        name="export",
+        about="Write a trained policy as a folder that vLLM, transformers and the Hub accept: the adapter merged into "
+        "its base model, or the full model that was trained, with the chat template used in training. The run may "
+        "still be in progress.",
+        act=_export,
+        flags=(
+            Flag("run", "the folder of a training run", {"metavar": "RUN_DIR", "type": Path}),
+            Flag("--output", "the folder to write", {"metavar": "DIR", "type": Path, "required": True}),
+            Flag("--step", "the checkpoint after this step (default: the latest)", {"metavar": "N", "type": int}),
+            Flag("--best", "the checkpoint with the best held-out reward (needs `trainer.keep_best`)"),
+            Flag("--adapter-only", "write the LoRA adapter instead of the full model"),
+            Flag("--base", "the base model, if it is no longer where the run found it", {"metavar": "MODEL"}),
+            Flag("--overwrite", "replace an earlier export"),
+            DEBUG,
+        ),
+    ),
+)

@@ -1,16 +1,26 @@
-"""What a person and a pipe get to see: data on stdout, everything else on stderr."""
+"""Output and errors: data goes to stdout, everything else to stderr."""
 
+import argparse
 import logging
 import os
 import sys
 import traceback
+from typing import NoReturn
 
-from dockyard.errors import DockyardError
-from dockyard.settings.messages import SettingProblem, SettingsError
+from dockyard.errors import DockyardError, UsageError
+
+EXIT_STOPPED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises our errors instead of printing argparse's usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"`{self.prog} --help` shows the usage")
 
 
 def print_data(text: str) -> None:
-    """To stdout, whose reader may have gone (`| head`)."""
+    """Write to stdout. The reader may have closed it (`| head`)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -19,14 +29,16 @@ def print_data(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """To people."""
+    """Write a line to stderr."""
     sys.stderr.write(f"{text}\n")
 
 
 def show(error: DockyardError, *, debug: bool) -> None:
-    """What went wrong, and the way out."""
+    """Print an error and its hint to stderr."""
     from rich.console import Console
     from rich.text import Text
+
+    from dockyard.settings.messages import SettingProblem, SettingsError  # slow to import
 
     if debug:
         traceback.print_exc()
@@ -38,7 +50,7 @@ def show(error: DockyardError, *, debug: bool) -> None:
 
 
 def configure_logging(*, debug: bool) -> None:
-    """Our own log lines, and of others' only what is serious."""
+    """Show our own log lines, and only serious ones of other packages."""
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
@@ -52,5 +64,5 @@ def configure_logging(*, debug: bool) -> None:
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
-    """What goes wrong in a trial is on its rollout; Harbor would say it once more for each."""
+    """A failed trial is recorded on its rollout, so Harbor's log line about it is left out."""
     return not record.name.startswith("harbor") or record.levelno >= logging.CRITICAL

@@ -30,8 +30,9 @@ from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remov
 from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.phases import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, eval_phase, step_phase
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
-from dockyard.run_dir.resume import RESUMABLE, Purpose, load_purpose, refuse_fixed, take_lock, versions
+from dockyard.run_dir.resume import Purpose, load_purpose, refuse_fixed, take_lock, versions
 from dockyard.settings.load import anchored, load_run_config
+from dockyard.settings.overrides import Overrides, Patch, read_overrides
 from dockyard.settings.text import to_toml
 from dockyard.types import Rollout
 
@@ -39,7 +40,6 @@ __all__ = [
     "EVAL",
     "EVAL_AFTER",
     "EVAL_BEFORE",
-    "RESUMABLE",
     "ROLLOUTS",
     "Checkpoint",
     "Checkpoints",
@@ -72,16 +72,17 @@ class ResumedRun:
     """The same settings with the changes made on resume."""
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+    def read(cls, path: Path, overrides: Sequence[str] | Overrides = ()) -> Self:
         """Read the settings. Raise UsageError if `overrides` change what recorded results depend on."""
         file = RunPaths(path).config
         if not file.is_file():
             raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
-        here = [f"--run_dir={path}"]  # the folder may have been moved
-        recorded = load_run_config(file, here)
-        if not overrides:
+        here = Patch({"run_dir": path}, "--resume")  # the folder may have been moved
+        recorded = load_run_config(file, Overrides((here,)))
+        changes = read_overrides(RunConfig, overrides)
+        if changes == Overrides():
             return cls(path=path, recorded=recorded, config=recorded)
-        config = load_run_config(file, [*overrides, *here])
+        config = load_run_config(file, changes.after(here))
         refuse_fixed(recorded, config)
         return cls(path=path, recorded=recorded, config=config)
 
@@ -118,7 +119,7 @@ class RunDir:
         return run
 
     @classmethod
-    def resume(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+    def resume(cls, path: Path, overrides: Sequence[str] | Overrides = ()) -> Self:
         """Continue a run with its own settings. `overrides` may change what recorded results do not depend on."""
         return cls.reopen(ResumedRun.read(path, overrides))
 

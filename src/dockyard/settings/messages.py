@@ -1,22 +1,19 @@
-"""What is wrong with the settings, in words: the key, its place, its value, what was expected, and a hint."""
+"""Error messages about settings: the key, where it was set, its value, what was expected, and what to do."""
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from dockyard.config import Config
+from dockyard.config import HTTP_URL, Config
 from dockyard.errors import UsageError
-from dockyard.settings.text import settings_by_key, toml_value
+from dockyard.settings.text import expected_text, settings_by_key, toml_value
 
-LIST_HINT = "`dockyard train --help` lists every setting"
-
-# By the first word of pydantic's error type, for errors about the type of a value.
+# By the first word of pydantic's error type, for errors about the type of a value without a setting of its own.
 _EXPECTED = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "string": "text",
@@ -27,6 +24,8 @@ _EXPECTED = {
     "model": "a section",
 }
 _ABOUT_TYPE = ("_type", "_parsing", "_parsing_size", "_from_float")
+_ABOUT_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_PATTERNS = {HTTP_URL: "a URL that begins with http:// or https:// and holds no spaces and no credentials"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class SettingProblem:
 
 
 class SettingsError(UsageError):
-    """Everything that is wrong with the settings, at once."""
+    """All mistakes in the settings."""
 
     def __init__(self, problems: Sequence[SettingProblem]) -> None:
         message = "\n".join(problem.message for problem in problems)
@@ -47,46 +46,53 @@ class SettingsError(UsageError):
 
 
 def raise_if_any(problems: Sequence[SettingProblem]) -> None:
-    """Nothing is wrong, or everything that is wrong is said."""
+    """Raise one error that holds all problems, if there are any."""
     if problems:
         raise SettingsError(problems)
 
 
-def explain(
-    kind: type[Config], details: ErrorDetails, toml: Path | None, overridden: Collection[str]
-) -> SettingProblem:
-    """What pydantic found, in our words. Unknown keys come from the file: the command line's are caught before."""
+def list_hint(kind: type[Config]) -> str:
+    """The end of a hint: how to find the right name."""
+    return f"`{kind.help_command}` lists every setting"
+
+
+def one_line(text: str | None) -> str:
+    """A docstring that was wrapped in the source, as one line."""
+    return " ".join((text or "").split())
+
+
+def explain(kind: type[Config], details: ErrorDetails, spell: Callable[[str], str]) -> SettingProblem:
+    """Explain an error of pydantic. `spell` says how the user wrote a key, and where."""
     key = ".".join(map(str, details["loc"]))
     if details["type"] == "extra_forbidden":
-        return unknown_setting(kind, key, spelled=f"`{key}` in `{toml}`", prefix="")
+        return unknown_setting(kind, key, spelled=spell(key), prefix="")
     if details["type"] in ("value_error", "assertion_error"):
-        return SettingProblem(details["msg"].partition(", ")[2], LIST_HINT)
-    if any(_overlap(key, given) for given in overridden):
-        spelled = f"`--{key}` on the command line"
-    else:
-        spelled = f"`{key}` in `{toml}`"
+        return SettingProblem(details["msg"].partition(", ")[2], list_hint(kind))
     field = settings_by_key(kind).get(key)
-    hint = f"`{key}`: {field.description}" if field and field.description else LIST_HINT
-    return SettingProblem(f"{spelled} is {_shown(details['input'])}; it must be {_expected(details)}", hint)
+    hint = f"`{key}`: {one_line(field.description)}" if field and field.description else list_hint(kind)
+    is_of_field = details["type"].endswith(_ABOUT_TYPE) or details["type"] in _ABOUT_RANGE
+    expected = expected_text(field) if field and is_of_field else _expected(details)
+    return SettingProblem(f"{spell(key)} is {_shown(details['input'])}; it must be {expected}", hint)
 
 
 def unknown_setting(kind: type[Config], key: str, *, spelled: str, prefix: str) -> SettingProblem:
-    """A key that is no setting: name the nearest one, else list what there is."""
+    """Name the nearest setting, else list those that exist."""
     known = settings_by_key(kind)
     sections = list(dict.fromkeys(_section(name) for name in known if "." in name))
+    more = list_hint(kind)
     if key in sections:
         message = f"{spelled} is a section, not a setting"
-        return SettingProblem(message, f"{_listed(_keys_of(known, key), prefix)}; {LIST_HINT}")
+        return SettingProblem(message, f"{_listed(_keys_of(known, key), prefix)}; {more}")
     message = f"{spelled} is not a setting"
     if near := suggest(key, [*known, *sections]):
-        return SettingProblem(message, f"did you mean {' or '.join(f'`{prefix}{name}`' for name in near)}? {LIST_HINT}")
+        return SettingProblem(message, f"did you mean {' or '.join(f'`{prefix}{name}`' for name in near)}? {more}")
     if _section(key) in sections:
-        return SettingProblem(message, f"{_listed(_keys_of(known, _section(key)), prefix)}; {LIST_HINT}")
-    return SettingProblem(message, f"the sections are {', '.join(f'`{name}`' for name in sections)}; {LIST_HINT}")
+        return SettingProblem(message, f"{_listed(_keys_of(known, _section(key)), prefix)}; {more}")
+    return SettingProblem(message, f"the sections are {', '.join(f'`{name}`' for name in sections)}; {more}")
 
 
 def suggest(key: str, known: Iterable[str]) -> list[str]:
-    """The known keys that a wrong one may have meant: the same name elsewhere, else a near one in the same section."""
+    """The known keys that a wrong key may stand for: the same name in another section, else a similar key."""
     key = key.replace("-", "_")
     by_leaf: dict[str, list[str]] = {}
     for name in known:
@@ -117,19 +123,17 @@ def _listed(keys: Iterable[str], prefix: str) -> str:
     return f"choose from {', '.join(f'`{prefix}{key}`' for key in keys)}"
 
 
-def _overlap(key: str, other: str) -> bool:
-    """Whether one key is the other, or holds it."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
 def _expected(details: ErrorDetails) -> str:
     by_type = _EXPECTED.get(details["type"].partition("_")[0])
     if by_type and details["type"].endswith(_ABOUT_TYPE):
         return by_type
+    context = details.get("ctx", {})
     if details["type"] == "too_short":
-        return f"a list of at least {details.get('ctx', {})['min_length']}"
+        return f"a list of at least {context['min_length']}"
     if details["type"] == "string_too_short":
-        return f"text with a length of at least {details.get('ctx', {})['min_length']}"
+        return f"text with a length of at least {context['min_length']}"
+    if details["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], f"text that matches `{context['pattern']}`")
     return details["msg"].removeprefix("Input should be ")
 
 

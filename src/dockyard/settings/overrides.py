@@ -1,11 +1,13 @@
-"""Settings from command-line words: `--trainer.lr 1e-4`, `--trainer.lr=1e-4`, `--agent.kwargs.foo 3`.
+"""What the command line sets: `--trainer.lr 1e-4`, `--trainer.lr=1e-4`, `--agent.kwargs.foo 3`, or a short name.
 
-Inside a table a value is a JSON or TOML literal, else plain text; write `'"3"'` for the text 3.
+Each word becomes a `Patch` once, by the type of its setting. Flags that stand for several settings are patches too, so
+the loader validates all of them together with the file. Inside a table a value is a JSON or TOML literal, else plain
+text; write `'"3"'` for the text 3.
 """
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,30 +16,71 @@ from typing import Any, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dockyard.config import Config
-from dockyard.settings.messages import LIST_HINT, SettingProblem, unknown_setting
+from dockyard.settings.messages import SettingProblem, list_hint, one_line, unknown_setting
 from dockyard.settings.text import settings_by_key
+
+NO_ALIASES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """The keys that were written into the values, and what was wrong with the others."""
+class Patch:
+    """Settings that one flag sets."""
 
-    keys: frozenset[str]
-    problems: tuple[SettingProblem, ...]
+    values: Mapping[str, object]
+    """Dotted key -> value. A key may point into a table: `agent.kwargs.foo` adds to it, `agent.kwargs` replaces it."""
+    flag: str
+    """What the user wrote, e.g. `--trainer.lr` or `--epochs`. Error messages name it."""
+
+    def spell(self, key: str) -> str:
+        """How an error message names one of these settings."""
+        if len(self.values) == 1:
+            return f"`{self.flag}` on the command line"
+        return f"`{key}`, set by `{self.flag}`,"
 
 
-def apply_overrides(kind: type[Config], values: dict[str, Any], words: Sequence[str]) -> Applied:
-    """Write what the command line says over what the file says, in place. The last of a repeated key wins."""
-    known = settings_by_key(kind)
-    keys: set[str] = set()
-    problems: list[SettingProblem] = []
-    for pair in _pairs(words):
-        problem = pair if isinstance(pair, SettingProblem) else _apply(kind, known, values, *pair)
-        if problem:
-            problems.append(problem)
-        elif isinstance(pair, tuple):
-            keys.add(pair[0])
-    return Applied(frozenset(keys), tuple(problems))
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Everything a command line sets, in order: the last value of a key wins."""
+
+    patches: tuple[Patch, ...] = ()
+    problems: tuple[SettingProblem, ...] = ()
+    """What is wrong with the words. Reported together with what validation finds."""
+
+    def before(self, *patches: Patch) -> "Overrides":
+        """Add settings that override the file but not the words of the user."""
+        return Overrides((*patches, *self.patches), self.problems)
+
+    def after(self, *patches: Patch) -> "Overrides":
+        """Add settings that override everything."""
+        return Overrides((*self.patches, *patches), self.problems)
+
+    def has_flag(self, flag: str) -> bool:
+        """Whether the user wrote this flag."""
+        return any(patch.flag == flag for patch in self.patches)
+
+    def assignments(self) -> Iterator[tuple[str, Patch]]:
+        """Each dotted key with the patch that sets it, in order."""
+        for patch in self.patches:
+            for key in patch.values:
+                yield key, patch
+
+    def apply_to(self, values: dict[str, Any]) -> None:
+        """Write the settings over those of a file, in place."""
+        for key, patch in self.assignments():
+            _put(values, key.split("."), patch.values[key])
+
+
+def read_overrides(
+    kind: type[Config], given: Sequence[str] | Overrides, aliases: Mapping[str, str] = NO_ALIASES
+) -> Overrides:
+    """Parse words such as `--trainer.lr 1e-4`. `aliases` maps short names to keys: `--agent` -> `agent.name`."""
+    if isinstance(given, Overrides):
+        return given
+    found = [_read(kind, pair, aliases) for pair in _pairs(kind, given)]
+    return Overrides(
+        tuple(item for item in found if isinstance(item, Patch)),
+        tuple(item for item in found if isinstance(item, SettingProblem)),
+    )
 
 
 def forget(values: dict[str, Any], key: str) -> None:
@@ -51,45 +94,51 @@ def forget(values: dict[str, Any], key: str) -> None:
     values.pop(leaf, None)
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, str] | SettingProblem]:
-    pairs: list[tuple[str, str] | SettingProblem] = []
+def setting_of(known: Mapping[str, FieldInfo], key: str) -> str | None:
+    """The setting that a dotted key names or points into; None if there is no such setting."""
+    return next(
+        (name for name in known if key == name or (key.startswith(f"{name}.") and _is_table(known[name]))), None
+    )
+
+
+type _Pair = tuple[str, str]
+
+
+def _pairs(kind: type[Config], words: Sequence[str]) -> Iterator[_Pair | SettingProblem]:
+    """Each flag with the text of its value."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not key:
-            pairs.append(
-                SettingProblem(f"`{word}` is not an option", f"settings are `--section.key value`; {LIST_HINT}")
-            )
+        flag, equals, text = word.partition("=")
+        if not flag.removeprefix("--") or not flag.startswith("--"):
+            yield SettingProblem(f"`{word}` is not an option", f"write `--section.key VALUE`; {list_hint(kind)}")
         elif equals:
-            pairs.append((key, text))
+            yield flag, text
         elif rest and not rest[0].startswith("--"):
-            pairs.append((key, rest.pop(0)))
+            yield flag, rest.pop(0)
         else:
-            pairs.append(SettingProblem(f"`--{key}` needs a value", f"write `--{key} VALUE` or `--{key}=VALUE`"))
-    return pairs
+            yield SettingProblem(f"`{flag}` needs a value", f"write `{flag} VALUE` or `{flag}=VALUE`")
 
 
-def _apply(
-    kind: type[Config], known: dict[str, FieldInfo], values: dict[str, Any], key: str, text: str
-) -> SettingProblem | None:
-    parts = key.split(".")
-    setting = next(
-        (name for name in known if key == name or (key.startswith(f"{name}.") and _is_table(known[name]))), ""
-    )
-    if not setting or "" in parts:
-        return unknown_setting(kind, key, spelled=f"`--{key}`", prefix="--")
+def _read(kind: type[Config], pair: _Pair | SettingProblem, aliases: Mapping[str, str]) -> Patch | SettingProblem:
+    if isinstance(pair, SettingProblem):
+        return pair
+    flag, text = pair
+    key = aliases.get(flag, flag.removeprefix("--"))
+    known = settings_by_key(kind)
+    setting = setting_of(known, key)
+    if setting is None or "" in key.split("."):
+        return unknown_setting(kind, key, spelled=f"`{flag}`", prefix="--")
     field = known[setting]
     value = _parse(field, text) if key == setting else _literal(text)
     if _is_table(field) and _holds_null(value):
-        return SettingProblem(f"`--{key}` is `{text}`; a table cannot hold null", "leave that key out")
+        return SettingProblem(f"`{flag}` is `{text}`; a table cannot hold null", "leave that key out")
     if value == "" and Path in _members(field):
-        return SettingProblem(f"`--{key}` is empty; it must be a path", f"`{key}`: {field.description}")
-    _put(values, parts, value)
-    return None
+        return SettingProblem(f"`{flag}` is empty; it must be a path", f"`{key}`: {one_line(field.description)}")
+    return Patch({key: value}, flag)
 
 
-def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+def _put(values: dict[str, Any], parts: Sequence[str], value: object) -> None:
     for part in parts[:-1]:
         inner = values.setdefault(part, {})
         if not isinstance(inner, dict):
@@ -99,7 +148,7 @@ def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 
 def _parse(field: FieldInfo, text: str) -> Any:
-    """Text for pydantic to convert; only none, tables and lists need a reading of their own."""
+    """Pydantic converts the text, except for none, tables and lists."""
     members = _members(field)
     if NoneType in members and text.lower() in ("none", "null"):
         return None
@@ -130,7 +179,7 @@ def _holds_null(value: Any) -> bool:
 
 
 def _members(field: FieldInfo) -> tuple[Any, ...]:
-    """The members of a union, or the one type there is."""
+    """The members of a union, or the single type."""
     annotation = field.annotation
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 

@@ -1,16 +1,17 @@
 """Settings as text: the resolved run as TOML, and the list of every setting for `--help`.
 
-TOML has no null, so a setting that is none is written as a comment; its default must be none too.
+TOML has no null, so a setting that is none is written as a comment, and its default must be none too.
 """
 
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, TypeAliasType, cast, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -20,27 +21,43 @@ from dockyard.errors import UsageError
 
 
 def to_toml(config: Config) -> str:
-    """The settings as TOML that loads back to the same settings; a comment marks what differs from the defaults."""
+    """The settings as TOML that loads back to the same settings. A comment marks values that are not the default."""
     return "\n".join(_lines(config, type(config)(), "")).lstrip("\n") + "\n"
 
 
 def toml_document(values: dict[str, Any]) -> str:
-    """Tables inside tables and lists of tables, each under a header of its own."""
+    """Nested tables and lists of tables as TOML, each under its own header."""
     return "\n".join(_table_lines(values, "")).lstrip("\n") + "\n"
 
 
-def settings_help(kind: type[Config], width: int = 100) -> str:
-    """Every setting with its type, default, limits and meaning, grouped by section."""
-    return "\n".join(_help_lines(kind, kind(), "", width))
+def settings_help(
+    kind: type[Config], width: int = 100, *, aliases: Mapping[str, str] | None = None, leave_out: Collection[str] = ()
+) -> str:
+    """Every setting with its names, type, default, limits and meaning, grouped by section."""
+    names = {key: f"{flag}, --{key}" for flag, key in (aliases or {}).items()}
+    return "\n".join(_help_lines(kind, kind(), "", _Layout(width, names, leave_out)))
 
 
 def settings_by_key(kind: type[Config], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every setting under its dotted key."""
+    """Every setting by its dotted key."""
     found: dict[str, FieldInfo] = {}
     for name, field in kind.model_fields.items():
         section = as_section(field)
         found |= settings_by_key(section, f"{prefix}{name}.") if section else {f"{prefix}{name}": field}
     return found
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a setting, by its dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)  # the key comes from the fields of this class
+    return value
+
+
+def changed_keys(old: Config, new: Config) -> list[str]:
+    """The dotted keys in which two settings differ."""
+    return [key for key in settings_by_key(type(old)) if value_at(old, key) != value_at(new, key)]
 
 
 def as_section(field: FieldInfo) -> type[Config] | None:
@@ -115,23 +132,37 @@ def _default_text(value: Any) -> str:
     return "none" if value is None else toml_value(value)
 
 
-def _help_lines(kind: type[Config], default: Config, path: str, width: int) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    width: int
+    names: Mapping[str, str]
+    """How a setting is written, where it has a short name."""
+    leave_out: Collection[str]
+
+
+def _help_lines(kind: type[Config], default: Config, path: str, layout: _Layout) -> Iterator[str]:
     sections: list[str] = []
     for name, field in kind.model_fields.items():
+        key = f"{path}{name}"
+        if key in layout.leave_out:
+            continue
         if as_section(field):
             sections.append(name)
             continue
         facts = "; ".join([f"default: {_default_text(getattr(default, name))}", *_limits(field)])
-        yield f"  --{path}{name} {_type_text(field.annotation)}  ({facts})"
-        yield from textwrap.wrap(field.description or "", width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        yield f"  {layout.names.get(key, f'--{key}')} {_type_text(field.annotation)}  ({facts})"
+        indent = " " * 6
+        yield from textwrap.wrap(field.description or "", layout.width, initial_indent=indent, subsequent_indent=indent)
     for name in sections:
         section: Config = getattr(default, name)
         heading = (type(section).__doc__ or "").strip().splitlines()
         yield f"\n[{path}{name}] {heading[0] if heading else ''}"
-        yield from _help_lines(type(section), section, f"{path}{name}.", width)
+        yield from _help_lines(type(section), section, f"{path}{name}.", layout)
 
 
 def _type_text(annotation: Any) -> str:
+    if isinstance(annotation, TypeAliasType):
+        return _type_text(annotation.__value__)
     origin = get_origin(annotation) or annotation
     if origin is Literal:
         return "|".join(map(str, get_args(annotation)))
@@ -144,6 +175,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _limits(field: FieldInfo) -> Iterator[str]:
+    """The bounds of a number, lower bound first."""
     for limit in field.metadata:
         match limit:
             case Ge(ge=bound):
@@ -156,3 +188,32 @@ def _limits(field: FieldInfo) -> Iterator[str]:
                 yield f"less than {bound}"
             case _:
                 pass
+
+
+def expected_text(field: FieldInfo) -> str:
+    """What a value must be, e.g. "an integer between 1 and 8", "a number greater than 0", "true or false"."""
+    annotation = field.annotation
+    members = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+    kinds = [_KINDS.get(get_origin(member) or member, "text") for member in members if member is not NoneType]
+    text = f"{' or '.join(dict.fromkeys(kinds))} {_range_text(field)}".rstrip()
+    return f"{text}, or none" if NoneType in members else text
+
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    dict: "a table",
+    list: "a list",
+    tuple: "a list",
+    Path: "a path",
+}
+
+
+def _range_text(field: FieldInfo) -> str:
+    limits = list(_limits(field))
+    bounds = [limit.removeprefix("at least ").removeprefix("at most ") for limit in limits]
+    if len(limits) == 2 and all(limit.startswith("at ") for limit in limits):
+        return f"between {' and '.join(bounds)}"
+    text = " and ".join(limits)
+    return f"of {text}" if text.startswith("at ") else text
