@@ -19,6 +19,7 @@ ORDER = (
     "types",
     "errors",
     "cache",
+    "extension",
     "process",
     "supervise",
     "config",
