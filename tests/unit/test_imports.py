@@ -20,6 +20,7 @@ ORDER = (
     "chat_format",
     "errors",
     "cache",
+    "extension",
     "process",
     "supervise",
     "config",

@@ -1,0 +1,152 @@
+"""Load what a run file names as `module:name`: a function or class of the user's, checked before it is used.
+
+The current folder is searched first, then the installed packages, so that a file beside the run file is enough.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dockyard.errors import UsageError
+
+REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""`module:name`, as a regular expression."""
+
+
+def load(reference: str, setting: str) -> Any:
+    """The object that `setting` names. An error says whether the module, the name or the import is wrong."""
+    module_name, _, name = reference.partition(":")
+    module = _import(module_name, reference, setting)
+    if name in vars(module):
+        return vars(module)[name]
+    near = difflib.get_close_matches(name, vars(module), 1)
+    public = [known for known in vars(module) if not known.startswith("_")]
+    raise UsageError(
+        f"`{setting}` is `{reference}`, but `{module.__file__}` defines no `{name}`",
+        hint=f"did you mean `{module_name}:{near[0]}`?" if near else f"it defines {', '.join(public) or 'nothing'}",
+    )
+
+
+def load_function[**P, T](reference: str, setting: str, like: Callable[P, T]) -> Callable[P, T]:
+    """The function that `setting` names, which must be callable with the arguments of `like`."""
+    function = load(reference, setting)
+    _check_call(function, reference, setting, like)
+    return function
+
+
+def load_methods(reference: str, setting: str, like: type, *, optional: bool = False) -> Any:
+    """An instance of the class that `setting` names, whose methods must be callable as those of `like`.
+
+    With `optional` it may define some of them, at least one; a public method that `like` lacks is then a mistake.
+    """
+    kind = load(reference, setting)
+    if not inspect.isclass(kind):
+        raise UsageError(
+            f"`{setting}` is `{reference}`, which is not a class", hint=f"it must define {_outline(like, optional)}"
+        )
+    expected = _methods(like)
+    found = {name: method for name, method in _methods(kind).items() if name in expected}
+    unknown = [name for name in _methods(kind) if name not in expected]
+    if (optional and (unknown or not found)) or (not optional and expected.keys() - found.keys()):
+        missing = sorted(expected.keys() - found.keys())
+        what = f"`{unknown[0]}` is not one of its methods" if optional and unknown else f"it lacks {', '.join(missing)}"
+        raise UsageError(
+            f"`{setting}` is `{reference}`: {what}", hint=f"such a class defines {_outline(like, optional)}"
+        )
+    for name, method in found.items():
+        _check_call(method, f"{reference}.{name}", setting, expected[name])
+    return _instance(kind, reference, setting)
+
+
+def _import(name: str, reference: str, setting: str) -> Any:
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken(error, name, reference, setting) from error
+        raise UsageError(
+            f"`{setting}` is `{reference}`, but there is no module `{error.name}`",
+            hint=f"it is searched in `{os.getcwd()}` and among the installed packages; "
+            f"`python -c 'import {name}'` must work there",
+        ) from error
+    except Exception as error:
+        raise _broken(error, name, reference, setting) from error
+
+
+def _broken(error: Exception, name: str, reference: str, setting: str) -> UsageError:
+    return UsageError(
+        f"`{setting}` is `{reference}`, but importing `{name}` failed: {type(error).__name__}: {error}",
+        hint=f"`python -c 'import {name}'` shows where",
+    )
+
+
+def _check_call(function: Any, reference: str, setting: str, like: Callable[..., Any]) -> None:
+    """An error that shows the right signature unless the function takes the arguments of `like`, in their order."""
+    right = _signature(like, reference.rpartition(":")[2].rpartition(".")[2])
+    if not callable(function):
+        raise UsageError(f"`{setting}` is `{reference}`, which is not a function", hint=f"define `{right}`")
+    if inspect.iscoroutinefunction(function) != inspect.iscoroutinefunction(like):
+        kind = "async def" if inspect.iscoroutinefunction(like) else "def"
+        raise UsageError(f"`{setting}` is `{reference}`, which must be a plain `{kind}`", hint=f"define `{right}`")
+    parameters = list(inspect.signature(like).parameters)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        found = _signature(function, reference.rpartition(":")[2].rpartition(".")[2])
+        raise UsageError(
+            f"`{setting}` is `{reference}`, whose signature is `{found}`: {error}", hint=f"define `{right}`"
+        ) from error
+
+
+def _signature(function: Callable[..., Any], name: str) -> str:
+    """As source code would have it, with the short names of types."""
+    signature = inspect.signature(function)
+    kind = "async def" if inspect.iscoroutinefunction(function) else "def"
+    words = [
+        f"{parameter.name}: {_short(parameter.annotation)}"
+        if parameter.annotation is not inspect.Parameter.empty
+        else str(parameter)
+        for parameter in signature.parameters.values()
+    ]
+    returns = (
+        "" if signature.return_annotation is inspect.Signature.empty else f" -> {_short(signature.return_annotation)}"
+    )
+    return f"{kind} {name}({', '.join(words)}){returns}"
+
+
+def _short(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+
+
+def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if base is not object
+        for name, member in vars(base).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
+
+
+def _outline(like: type, optional: bool) -> str:
+    lines = [f"`{_signature(method, name)}`" for name, method in _methods(like).items()]
+    return ("one or more of " if optional else "") + ", ".join(lines)
+
+
+def _instance(kind: type, reference: str, setting: str) -> Any:
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"`{setting}` is `{reference}`, which cannot be created without arguments: {error}",
+            hint=f"give the parameters of `{kind.__name__}.__init__` default values",
+        ) from error
+    return kind()

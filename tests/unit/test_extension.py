@@ -1,0 +1,134 @@
+"""What `module:name` in a run file may be, and what is said when it is something else."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dockyard.errors import UsageError
+from dockyard.extension import load, load_function, load_methods
+
+
+def shorten(text: str, length: int) -> str:
+    raise NotImplementedError
+
+
+class Listener:
+    def heard(self, words: Sequence[str]) -> None: ...
+    def ended(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(here: Path, code: str, name: str = "my_extension") -> None:
+    (here / f"{name}.py").write_text(code)
+
+
+def test_a_file_in_the_current_folder_is_found(here: Path):
+    write(here, "def cut(text, length): return text[:length]")
+    assert load_function("my_extension:cut", "grpo.cut", shorten)("abc", 2) == "ab"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def cut(text, length, extra=1): ...",
+        "def cut(*words): ...",
+        "def cut(a, b): ...",
+        "cut = lambda text, length: text",
+        "import functools\ndef f(n, text, length): ...\ncut = functools.partial(f, 1)",
+        "class cut:\n    def __init__(self, text, length): ...",
+    ],
+)
+def test_whatever_takes_the_arguments_is_taken(here: Path, code: str):
+    write(here, code)
+    assert callable(load_function("my_extension:cut", "grpo.cut", shorten))
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def cut(text): ...", "whose signature is `def cut(text)`: too many positional arguments"),
+        ("def cut(text, length, more): ...", "missing a required argument: 'more'"),
+        ("def cut(*, text, length): ...", "too many positional arguments"),
+        ("async def cut(text, length): ...", "must be a plain `def`"),
+        ("cut = 3", "which is not a function"),
+    ],
+)
+def test_a_wrong_signature_is_answered_with_the_right_one(here: Path, code: str, says: str):
+    write(here, code)
+    with pytest.raises(UsageError) as raised:
+        load_function("my_extension:cut", "grpo.cut", shorten)
+    assert "`grpo.cut` is `my_extension:cut`" in raised.value.message
+    assert says in raised.value.message
+    assert raised.value.hint == "define `def cut(text: str, length: int) -> str`"
+
+
+def test_a_module_that_is_not_there_is_named_with_the_folder_that_was_searched(here: Path):
+    with pytest.raises(UsageError) as raised:
+        load("nowhere.at_all:cut", "grpo.cut")
+    assert raised.value.message == "`grpo.cut` is `nowhere.at_all:cut`, but there is no module `nowhere`"
+    assert str(here) in raised.value.hint
+
+
+def test_a_module_that_lacks_a_package_says_which(here: Path):
+    write(here, "import not_installed_anywhere")
+    with pytest.raises(UsageError, match="failed: ModuleNotFoundError: No module named 'not_installed_anywhere'"):
+        load("my_extension:cut", "grpo.cut")
+
+
+def test_a_module_that_fails_says_how(here: Path):
+    write(here, "1 / 0")
+    with pytest.raises(UsageError, match="importing `my_extension` failed: ZeroDivisionError: division by zero"):
+        load("my_extension:cut", "grpo.cut")
+
+
+def test_a_name_that_is_misspelt_is_answered_with_the_nearest(here: Path):
+    write(here, "def cut(text, length): ...")
+    with pytest.raises(UsageError) as raised:
+        load("my_extension:cutt", "grpo.cut")
+    assert raised.value.hint == "did you mean `my_extension:cut`?"
+
+
+def test_a_class_is_created_with_its_methods_checked(here: Path):
+    write(here, "class L:\n    def heard(self, words): return len(words)\n    def ended(self): ...")
+    assert load_methods("my_extension:L", "callbacks", Listener).heard(["a"]) == 1
+
+
+def test_methods_may_be_inherited(here: Path):
+    write(here, "class B:\n    def heard(self, words): return 7\nclass L(B):\n    def ended(self): ...")
+    assert load_methods("my_extension:L", "callbacks", Listener).heard([]) == 7
+
+
+def test_some_of_the_methods_are_enough_where_they_are_optional(here: Path):
+    write(here, "class L:\n    def ended(self): ...\n    def _own(self): ...")
+    load_methods("my_extension:L", "callbacks", Listener, optional=True)
+    with pytest.raises(UsageError, match="it lacks heard"):
+        load_methods("my_extension:L", "callbacks", Listener)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("class L:\n    def endedd(self): ...", "`endedd` is not one of its methods"),
+        ("class L: ...", "it lacks ended, heard"),
+        ("class L:\n    def heard(self): ...", "my_extension:L.heard`, whose signature is"),
+        ("def L(): ...", "which is not a class"),
+        ("class L:\n    def __init__(self, x): ...\n    def ended(self): ...", "cannot be created without arguments"),
+    ],
+)
+def test_a_wrong_class_is_answered_with_what_it_should_define(here: Path, code: str, says: str):
+    write(here, code)
+    with pytest.raises(UsageError) as raised:
+        load_methods("my_extension:L", "callbacks", Listener, optional=True)
+    assert says in raised.value.message
+    assert raised.value.hint
