@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from dockyard.errors import UsageError
@@ -63,7 +64,7 @@ def load_methods(reference: str, setting: str, like: type, *, optional: bool = F
     return _instance(kind, reference, setting)
 
 
-def _import(name: str, reference: str, setting: str) -> Any:
+def _import(name: str, reference: str, setting: str) -> ModuleType:
     if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.insert(0, os.getcwd())
     try:

@@ -235,7 +235,7 @@ def test_tables_are_data_frames_where_pandas_is_installed(finished: dockyard.Run
     metrics, rollouts = finished.metrics(), finished.rollouts()
     assert isinstance(metrics, pandas.DataFrame)
     assert list(metrics["step"]) == [0, 1]
-    assert rollouts[rollouts["phase"] == "step-00000"]["task"].tolist() == ["t", "t"]
+    assert rollouts.query("phase == 'step-00000'")["task"].tolist() == ["t", "t"]
     assert rollouts["reward"].max() == pytest.approx(1.0)
 
 
