@@ -14,7 +14,7 @@ from gateway_fakes import FakeEngine, Said, tiny, tiny_renderer, until, until_no
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.dialects import ROUTES, DialectRoute
-from dockyard.gateway.protocol import ServedModel
+from dockyard.gateway.protocol import AdvertisedModel
 from dockyard.gateway.request_body import BODY_LIMIT
 from dockyard.gateway.server import Gateway, Timeouts
 from dockyard.gateway.sessions import Session, TokenSessions
@@ -335,7 +335,7 @@ async def test_a_session_past_its_calls_is_refused():
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 @pytest.mark.parametrize("prefix", ["", "/s/test"])
 async def test_every_route_of_the_table_is_served_and_refuses_in_its_own_dialect(route: DialectRoute, prefix: str):
-    dialect = route.dialect(ServedModel("policy", str))
+    dialect = route.dialect(AdvertisedModel("policy", str))
     async with one_client(FakeEngine()) as client:
         url = client.gateway.root_url + prefix + route.path
         async with client.http.post(url, json={}, headers={"x-api-key": "wrong"}) as response:

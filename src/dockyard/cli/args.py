@@ -10,20 +10,14 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dockyard.cli.terminal import Parser
-from dockyard.config import Config, RunConfig
+from dockyard.config import Config
 from dockyard.errors import UsageError
-from dockyard.run_dir.run import RunDir
 from dockyard.settings.overrides import Overrides, read_overrides
 from dockyard.settings.text import settings_help
-
-
-class RunTraining(Protocol):
-    """The training loop, as the command line calls it."""
-
-    def __call__(self, config: RunConfig, *, run_dir: RunDir) -> object: ...
+from dockyard.verbs import RunTraining
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Dialect(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class AdvertisedModel:
     """What a dialect needs to know about the served model."""
 
     model_name: str

@@ -21,12 +21,12 @@ from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.dialects import ROUTES
 from dockyard.gateway.protocol import (
     NO_CLIENT_SAMPLING,
+    AdvertisedModel,
     ClientSampling,
     Dialect,
     ModelReply,
     ModelRequest,
     RefusedError,
-    ServedModel,
     openai_error,
 )
 from dockyard.gateway.request_body import BODY_LIMIT, parse_body, read_body
@@ -149,7 +149,7 @@ class Gateway:
             await self._runner.cleanup()
 
     def _add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        served = ServedModel(self._model_name, self._sessions.token_text)
+        served = AdvertisedModel(self._model_name, self._sessions.token_text)
         add = partial(router.add_route, expect_handler=_meet_expectations)
         for route in ROUTES:
             serve = _count_tokens if route.counts_tokens else self._sample

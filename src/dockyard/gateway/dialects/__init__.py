@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dockyard.gateway.dialects.chat import ChatDialect
 from dockyard.gateway.dialects.messages import MessagesDialect
 from dockyard.gateway.dialects.responses import ResponsesDialect
-from dockyard.gateway.protocol import Dialect, ServedModel
+from dockyard.gateway.protocol import AdvertisedModel, Dialect
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class DialectRoute:
     """A path, and the dialect of its requests."""
 
     path: str
-    dialect: Callable[[ServedModel], Dialect]
+    dialect: Callable[[AdvertisedModel], Dialect]
     counts_tokens: bool = False
     """Whether the path returns the length of the prompt instead of a reply."""
 

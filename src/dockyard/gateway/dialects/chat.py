@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 
 from dockyard.chat_format import chat_calls, parse_arguments
 from dockyard.gateway.protocol import (
+    AdvertisedModel,
     ModelReply,
     RefusedError,
-    ServedModel,
     dump,
     function_tool,
     invalid,
@@ -92,7 +92,7 @@ class ChatRequest:
     return_token_ids: bool
     head: Json
     """The fields that every object of the response repeats: id, time, model."""
-    served: ServedModel
+    served: AdvertisedModel
 
     def body(self, reply: ModelReply) -> Json:
         message = {"role": ASSISTANT, "content": reply.message.text or None, **_extras(reply.message)}
@@ -151,7 +151,7 @@ class ChatRequest:
 class ChatDialect:
     """`/v1/chat/completions`."""
 
-    served: ServedModel
+    served: AdvertisedModel
 
     def parse(self, body: object) -> ChatRequest:
         wire = validate(_Body, body)

@@ -16,9 +16,9 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from dockyard.gateway.protocol import (
     OVERFLOW,
+    AdvertisedModel,
     ModelReply,
     RefusedError,
-    ServedModel,
     TokenFields,
     dump,
     event,
@@ -154,7 +154,7 @@ class MessagesRequest:
 class MessagesDialect:
     """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-    served: ServedModel
+    served: AdvertisedModel
 
     def parse(self, body: object) -> MessagesRequest:
         wire = validate(_Body, body)

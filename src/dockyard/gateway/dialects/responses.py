@@ -16,9 +16,9 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from dockyard.chat_format import parse_arguments
 from dockyard.gateway.protocol import (
+    AdvertisedModel,
     ModelReply,
     RefusedError,
-    ServedModel,
     TokenFields,
     event,
     function_tool,
@@ -258,7 +258,7 @@ class ResponsesRequest:
 class ResponsesDialect:
     """`/v1/responses`."""
 
-    served: ServedModel
+    served: AdvertisedModel
 
     def parse(self, body: object) -> ResponsesRequest:
         wire = validate(_Body, body)
