@@ -10,14 +10,16 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dockyard.cli.terminal import Parser
 from dockyard.config import Config
 from dockyard.errors import UsageError
 from dockyard.settings.overrides import Overrides, read_overrides
 from dockyard.settings.text import settings_help
-from dockyard.verbs import RunTraining
+
+if TYPE_CHECKING:
+    from dockyard.verbs import RunTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,11 @@ class Given:
     """The words that are settings, unparsed."""
     overrides: Overrides
     """The same, parsed."""
-    run_training: RunTraining | None = None
+    run_training: "RunTraining | None" = None
     """A training loop instead of our own, from Python."""
 
 
-def parse(verb: Verb, words: Sequence[str], run_training: RunTraining | None = None) -> Given:
+def parse(verb: Verb, words: Sequence[str], run_training: "RunTraining | None" = None) -> Given:
     """Read the words after the verb. Exits for `--help`."""
     settings: list[str] = []
     overrides = Overrides()
