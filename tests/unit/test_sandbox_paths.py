@@ -1,12 +1,14 @@
-"""Where the paths of a sandbox without namespaces really are."""
+"""Where the paths of a sandbox without namespaces really are, and what lies below them."""
 
 import posixpath
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dockyard.rollout.sandbox.paths import Paths
+from dockyard.rollout.sandbox.watcher import Folder
 
 ROOT = b"/tmp/dy-1/root"
 PATHS = Paths(
@@ -87,3 +89,11 @@ def test_no_path_leads_outside_but_to_what_is_shared_and_back_again(names: list[
     shared = (b"/usr", b"/bin", b"/proc")
     assert reached.startswith((b"/tmp/dy-1/root", b"/tmp/dy-1/etc", b"/tmp/dy-1/dev", *shared))
     assert PATHS.inside(reached) == wanted
+
+
+def test_a_folder_that_is_removed_while_it_is_measured_counts_nothing(tmp_path: Path):
+    (tmp_path / "gone").mkdir()
+    folder = Folder(str(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
+    assert folder.measure() == 0
+    folder.close()

@@ -1,4 +1,7 @@
-"""Queries of this machine for the checks. Each is answered within 5 seconds, and no secret is read."""
+"""Queries of this machine for the checks.
+
+Each is answered within 5 seconds, the trial of a sandbox within 30. No secret is read.
+"""
 
 import importlib.metadata
 import json
@@ -15,6 +18,7 @@ from typing import Protocol
 
 from dockyard.cache import cache_dir
 
+_SANDBOX_PATIENCE = 6.0  # a sandbox may take 6 times as long as other queries
 # Run in a separate process, which can be killed if bubblewrap hangs.
 _TRY_SANDBOX = (
     "import json\nfrom dockyard.errors import DockyardError\n"
@@ -105,14 +109,15 @@ class Machine:
     def has_command(self, name: str) -> bool:
         return shutil.which(name) is not None
 
-    def run(self, command: Sequence[str]) -> Ran:
+    def run(self, command: Sequence[str], *, patience: float = 1.0) -> Ran:
+        """`patience` is a factor of the time that a question may take."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
         with process:
             try:
-                output, error = process.communicate(timeout=self._timeout_s)
+                output, error = process.communicate(timeout=patience * self._timeout_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # including its children, which would keep the pipes open
                 return Ran(code=None)
@@ -132,7 +137,7 @@ class Machine:
         return Space(free_bytes=shutil.disk_usage(existing).free, writable=os.access(existing, os.W_OK))
 
     def sandbox(self) -> MachineProblem | list[str]:
-        ran = self.run([self.python, "-c", _TRY_SANDBOX])
+        ran = self.run([self.python, "-c", _TRY_SANDBOX], patience=_SANDBOX_PATIENCE)
         if ran.code is None:
             return MachineProblem(message="a sandbox takes too long to start", hint="dockyard doctor")
         if ran.code != 0:

@@ -330,7 +330,8 @@ class Tracer:
 
     def _allow_for_own(self, pid: int, registers: list[int]) -> None:
         """A call that concerns another process: only if that is in here too, and none that serves the driver."""
-        if _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]]) in (0, *(self._threads - self._servers)):
+        whom = _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]])
+        if whom == 0 or (whom in self._threads and whom not in self._servers):
             self._request(CONT, pid)
         else:
             self._answer(pid, registers, -EPERM)
@@ -388,7 +389,7 @@ class Tracer:
         """The result of the call on a file that no other name can lead to any more."""
         name = f"/proc/self/fd/{file}".encode()
         real = os.readlink(name)
-        if not any(real == folder or real.startswith(folder + b"/") for folder in self._writable):
+        if not _is_below(real, self._writable):
             return -EPERM
         if registers[ORIG_RAX] == UTIMENSAT:
             times = self._read(pid, registers[RDX], 32) if registers[RDX] else None
@@ -418,7 +419,7 @@ class Tracer:
         except OSError as error:
             self._answer(pid, registers, -(error.errno or EACCES))
             return
-        if any(real == folder or real.startswith(folder + b"/") for folder in self._watchable):
+        if _is_below(real, self._watchable):
             self._call_with(pid, registers, {RSI: real + b"\0"})
         else:
             self._answer(pid, registers, -EACCES)
@@ -548,6 +549,10 @@ def _signed(value: int) -> int:
     """A descriptor or a process's number is an int of 32 bits."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
+
+
+def _is_below(path: bytes, folders: tuple[bytes, ...]) -> bool:
+    return any(path == folder or path.startswith(folder + b"/") for folder in folders)
 
 
 def _link(descriptor: int) -> str:

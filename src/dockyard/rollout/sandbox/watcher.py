@@ -197,15 +197,23 @@ class Folder:
             self.fd = os.open(name, os.O_RDONLY | flags, dir_fd=parent)
         except PermissionError:  # closed to hide what is in it
             place = os.open(name, os.O_PATH | flags, dir_fd=parent)
-            self._closed = place, os.fstat(place).st_mode & 0o7777
-            os.chmod(f"/proc/self/fd/{place}", 0o700)
-            self.fd = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._closed = place, os.fstat(place).st_mode & 0o7777
+                os.chmod(f"/proc/self/fd/{place}", 0o700)
+                self.fd = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                os.close(place)
+                raise
         self.folders: list[str] = []
 
     def measure(self) -> int:
         """What its own entries take; `folders` are those still to be looked into."""
         total = 0
-        for name in os.listdir(self.fd):
+        try:
+            names = os.listdir(self.fd)
+        except OSError:  # whatever it is, the others are summed up
+            return 0
+        for name in names:
             try:
                 info = os.lstat(name, dir_fd=self.fd)
             except OSError:  # removed meanwhile
