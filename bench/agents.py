@@ -31,7 +31,7 @@ from scripted_policy import Drawn, ScriptedEngine, assert_trained_as_drawn, line
 from dockyard.gateway.dialects.chat import ChatDialect
 from dockyard.gateway.dialects.messages import MessagesDialect
 from dockyard.gateway.dialects.responses import ResponsesDialect
-from dockyard.gateway.protocol import ServedModel
+from dockyard.gateway.protocol import AdvertisedModel
 from dockyard.gateway.server import Gateway
 from dockyard.types import IntArray, Prompt, Segment
 
@@ -54,7 +54,7 @@ async def overheard(gateway: Gateway) -> AsyncGenerator[Overheard]:
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
         if request.path in DIALECTS:
-            dialect = DIALECTS[request.path](ServedModel("policy", str))
+            dialect = DIALECTS[request.path](AdvertisedModel("policy", str))
             heard.prompts.append(dialect.parse(json.loads(body)).prompt)
         url = gateway.root_url + request.path_qs
         async with client.request(request.method, url, data=body, headers=request.headers) as answer:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.cli import main
-from dockyard.cli.args import RunTraining, positive
+from dockyard.cli.args import positive
 from dockyard.settings.load import read_dotenv
+from dockyard.verbs import RunTraining
 
 __all__ = [
     "DATASET",

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dockyard.gateway.protocol import Dialect, ModelReply, ModelRequest, RefusedError, ServedModel
+from dockyard.gateway.protocol import AdvertisedModel, Dialect, ModelReply, ModelRequest, RefusedError
 from dockyard.types import ASSISTANT, Finish, Message, ToolCall, Turn
 
-SERVED = ServedModel("policy", lambda token_id: f"<{token_id}>")
+SERVED = AdvertisedModel("policy", lambda token_id: f"<{token_id}>")
 LOOK = ToolCall("call_1", "bash", {"command": "ls é", "timeout": 5000.0})
 READ = ToolCall("call_2", "read", {"path": "a", "lines": {"from": 1, "to": 2}})
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from dockyard.gateway.dialects.chat import ChatDialect
 from dockyard.gateway.dialects.messages import MessagesDialect
 from dockyard.gateway.dialects.responses import ResponsesDialect
-from dockyard.gateway.protocol import ServedModel
+from dockyard.gateway.protocol import AdvertisedModel
 from dockyard.types import ASSISTANT, Message, ToolCall
 
 type Json = dict[str, Any]
-SERVED = ServedModel("policy", lambda token_id: f"<{token_id}>")
+SERVED = AdvertisedModel("policy", lambda token_id: f"<{token_id}>")
 
 
 @dataclass(frozen=True)

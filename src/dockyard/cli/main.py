@@ -18,7 +18,8 @@ from dockyard.cli.terminal import EXIT_STOPPED, Parser, configure_logging, say, 
 from dockyard.errors import DockyardError, UsageError
 
 if TYPE_CHECKING:
-    from dockyard.cli.args import RunTraining, Verb
+    from dockyard.cli.args import Verb
+    from dockyard.verbs import RunTraining
 
 EXIT_FAILED = 1
 _PATH_ERRORS = (NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)

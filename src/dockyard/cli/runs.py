@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dockyard.cli.args import Flag, Given, RunTraining, positive
+from dockyard.cli.args import Flag, Given, positive
 from dockyard.cli.run_file import RunArguments, Work, carry_out, purpose_of, run_verb
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig, TasksConfig
@@ -12,6 +13,9 @@ from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import load
 from dockyard.settings.overrides import Overrides, Patch
 from dockyard.settings.rules import READ_BY_SOURCE
+
+if TYPE_CHECKING:
+    from dockyard.verbs import RunTraining
 
 ROLLOUT_FLAGS = (
     Flag("--num-tasks", "attempt only the first N training tasks", {"metavar": "N", "type": positive}),
@@ -61,7 +65,7 @@ def _training_overrides(given: Given) -> Overrides:
     return overrides.after(Patch({**others, "tasks.source": "recorded", "tasks.dataset": str(job)}, "--from-job"))
 
 
-def _training(config: RunConfig, given: RunTraining | None) -> Work:
+def _training(config: RunConfig, given: "RunTraining | None") -> Work:
     if config.tasks.source != "recorded" and _asks_no_model(config):
         say(f"agent `{config.agent.name}` samples no tokens: its rewards are reported, the update is skipped")
         return _rollouts(config, Purpose(verb="train"))
@@ -80,7 +84,7 @@ def _asks_no_model(config: RunConfig) -> bool:
     return asks_no_model(config.agent)
 
 
-def _load_training() -> RunTraining:
+def _load_training() -> "RunTraining":
     """Import the training loop before the run folder is created, in case torch is not installed."""
     try:
         from dockyard.trainer import learner
