@@ -108,7 +108,7 @@ class Held:
 
 
 def held() -> Held:
-    """Folders are told from those of other tests by a file that the task left in them."""
+    """A file that the task left in them distinguishes these folders from those of other tests."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     own = [pid for path in children for pid in path.read_text().split()]
     commands = [Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0] for pid in own]

@@ -56,7 +56,7 @@ def same(left: Segment, right: Segment, *, versions: bool = True) -> bool:
 
 
 def pieces(segment: Segment) -> list[tuple[bool, list[int]]]:
-    """What was told and what was said, in turns."""
+    """The messages to and from the model, in order."""
     edges = [0, *(np.flatnonzero(np.diff(segment.sampled)) + 1).tolist(), len(segment.sampled)]
     return [(bool(segment.sampled[a]), segment.token_ids[a:b].tolist()) for a, b in pairwise(edges)]
 

@@ -359,7 +359,7 @@ def test_a_reference_that_is_no_name_of_a_file_is_a_file_that_is_missing(tmp_pat
 
 
 class Picky(Renderer):
-    """Breaks at a word, as nobody thought of."""
+    """Raises an unexpected error at a given word."""
 
     def reply(self, message: Message, tools: Sequence[Json] = ()) -> IntArray:
         if message.text == "boom":

@@ -1,4 +1,4 @@
-"""The gateway's HTTP surface under requests that are wrong in every way: it does not fail, and nobody else notices."""
+"""The gateway's HTTP surface under invalid requests of every kind: it does not fail, and other sessions continue."""
 
 import asyncio
 import gzip
@@ -73,7 +73,7 @@ def renderer() -> Renderer:
 
 
 class Attack:
-    """A gateway with a bystander, whose session nothing may touch, and a session for whoever attacks."""
+    """A gateway with one session that must not be affected, and one for the attacker."""
 
     def __init__(self, gateway: Gateway, engine: Busy) -> None:
         self.gateway, self.engine = gateway, engine

@@ -37,7 +37,7 @@ KINDS = ("solve", "rewrite", "limit", "fail", "unbuildable")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempted:
-    """A rollout as each of the three can tell it: what would be trained, its reward and why it failed."""
+    """A rollout as each of the three reports it: what would be trained, its reward and why it failed."""
 
     cause: str
     reward: float | None
