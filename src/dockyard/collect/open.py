@@ -38,21 +38,24 @@ class NoModel:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse an agent or an environment that cannot run, before anything starts."""
+    """Raise an error if the agent or the environment cannot run, before anything starts."""
     check_agent(config.agent)
     if config.environment.type == "sandbox":
-        _check_hidden(
-            {"run_dir": config.run_dir, "tasks.train": config.tasks.train, "tasks.heldout": config.tasks.heldout}
-        )
+        _check_hidden(config)
     check_environment(config.environment, config.gateway, agent=config.agent.name, inside=runs_inside(config.agent))
 
 
-def _check_hidden(folders: dict[str, Path | None]) -> None:
-    """Sandboxes see the host's programs: what lies among them, tests and solutions included, every task could read."""
-    for setting, folder in folders.items():
+def _check_hidden(config: RunConfig) -> None:
+    """Refuse folders among the host's programs, which every sandbox can read: tests and solutions must be hidden."""
+    tasks = config.tasks
+    for setting, folder in (
+        ("run_dir", config.run_dir),
+        ("tasks.train", tasks.train),
+        ("tasks.heldout", tasks.heldout),
+    ):
         if folder and any(folder.resolve().is_relative_to(place) for place in VISIBLE):
             raise UsageError(
-                f"`{setting}` is `{folder}`, which every task in a `sandbox` could read: it lies below /usr",
+                f"`{setting}` is `{folder}`, which every task in a `sandbox` could read: it is below /usr",
                 hint="move it, for example below /home or /workspace, or `--environment.type docker`",
             )
 
@@ -145,9 +148,9 @@ async def _listen(gateway: Gateway, site: Site, port: int) -> None:
         await gateway.start(first, port, also=others)
     except OSError as error:
         message = f"`gateway.port` is {port}, where the gateway cannot listen: {error.strerror or error}"
-        raise UsageError(message, hint="`--gateway.port 0` takes a free one") from error
+        raise UsageError(message, hint="`--gateway.port 0` uses a free port") from error
 
 
 def transcriber(renderer: Renderer | None) -> Callable[[Rollout], str]:
-    """A function that renders a rollout for people: as an empty text if its tokens are not known."""
+    """Return a function that renders a rollout as text. The text is empty if its tokens are not known."""
     return renderer.transcript if renderer else lambda _: ""
