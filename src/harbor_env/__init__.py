@@ -4,9 +4,8 @@ verifiers looks here for one taskset, one harness and one environment; its relea
 `load_environment`. Importing it starts nothing: env servers do so in every worker.
 """
 
-from dockyard.backends.prime_rl.plugin.environment import HarborEnvironment
+from dockyard.backends.prime_rl.plugin.environment import HarborEnvironment, load_environment
 from dockyard.backends.prime_rl.plugin.harness import HarborHarness
-from dockyard.backends.prime_rl.plugin.legacy import load_environment
 from dockyard.backends.prime_rl.plugin.taskset import HarborTaskset
 
 __all__ = ["HarborEnvironment", "HarborHarness", "HarborTaskset", "load_environment"]

@@ -12,7 +12,7 @@ import modal
 import pytest
 from trials import write_task
 
-from dockyard.backends.modal import app, launch, server_app
+from dockyard.backends.modal import app, launch, server
 from dockyard.backends.modal.launch import PolicyCall
 from dockyard.backends.modal.whole_run import gateway_settings
 from dockyard.errors import DockyardError
@@ -24,8 +24,8 @@ import harbor_grpo_modal
 
 def test_the_apps_describe_themselves_without_an_account():
     assert all(isinstance(function, modal.Function) for function in (app.serve_policy, app.train_there))
-    assert isinstance(server_app.serve, modal.Function)
-    assert (app.app.name, server_app.app.name) == ("dockyard", "dockyard-server")
+    assert isinstance(server.serve, modal.Function)
+    assert (app.app.name, server.app.name) == ("dockyard", "dockyard-server")
     assert "--num-rollouts" in harbor_grpo_modal.parser().format_help()
 
 

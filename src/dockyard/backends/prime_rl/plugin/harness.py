@@ -16,8 +16,9 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
-from dockyard.backends.prime_rl.plugin.taskset import PLUGIN, HarborTaskData
+from dockyard.backends.prime_rl.plugin.taskset import HarborTaskData
 from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
+from dockyard.backends.prime_rl.toml import PLUGIN
 from dockyard.collect.open import NoModel, check_run, open_runner
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
 from dockyard.engine.http import ModelServer
