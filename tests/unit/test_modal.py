@@ -141,7 +141,7 @@ async def test_a_function_that_never_gets_to_serve_ends_the_run():
 
 
 def test_names_that_are_not_here_stay_as_they_are():
-    assert launch.sent("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert launch.uploaded("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
 
 
 async def test_a_tunnel_leads_to_the_gateway_by_a_port_that_is_open_to_others():

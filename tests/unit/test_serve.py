@@ -18,7 +18,7 @@ from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_
 from dockyard.cli.args import parse
 from dockyard.cli.main import load_verb
 from dockyard.cli.serve import read_options
-from dockyard.collect.model_files import find_files
+from dockyard.collect.open import find_files
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.protocol import UNSUPPORTED_PARAMETERS
 from dockyard.gateway.server import Gateway, Timeouts

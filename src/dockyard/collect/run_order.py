@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dockyard.collect.harbor_cli import HarborCliRunner
-from dockyard.collect.model_files import ModelFiles
-from dockyard.collect.open import check_run, find_model_files, open_pool, open_source
+from dockyard.collect.open import ModelFiles, check_run, find_model_files, open_pool, open_source
 from dockyard.collect.progress import RolloutProgress
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, contextmanager
 from yarl import URL
 
 from dockyard import process
-from dockyard.collect.model_files import ModelFiles, find_files
+from dockyard.collect.open import ModelFiles, find_files
 from dockyard.engine.open import EngineSpec, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine

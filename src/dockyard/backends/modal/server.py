@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import modal
 
-from dockyard.backends.modal.app import DAY_S, GPU, MOUNT, SOURCE, VOLUME, with_source
+from dockyard.backends.modal.app import DAY_S, GPU, MOUNT, SOURCE, volume, with_source
 from dockyard.backends.modal.whole_run import DOCKYARD, free_port
 from dockyard.engine.remote_engine import adapter_rank
 from dockyard.engine.vllm import VLLMWire
@@ -39,7 +39,6 @@ _START_TIMEOUT_S = 1800.0
 _PAUSE_S = 0.5
 
 app = modal.App("dockyard-server", include_source=False)
-volume = modal.Volume.from_name(VOLUME, create_if_missing=True)
 
 
 def _image() -> modal.Image:

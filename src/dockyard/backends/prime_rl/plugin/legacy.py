@@ -16,10 +16,9 @@ import numpy as np
 import verifiers.legacy as vf
 from datasets import Dataset
 
-from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
+from dockyard.backends.prime_rl.plugin.trials import Trials, attempt_of, run_to_the_end
 from dockyard.collect.open import check_run, find_model_files, open_runner, open_source
 from dockyard.config import RunConfig
-from dockyard.rollout.order import Attempt
 from dockyard.rollout.trial import TrialRunner
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout, Segment
@@ -71,15 +70,9 @@ class LegacyHarborEnvironment(vf.Environment):
         return state
 
     async def _attempt(self, number: int, temperature: float | None) -> Rollout:
-        task, seed = self._tasks[number], uuid4()
-        attempt = Attempt(
-            name=f"{task.path.name[:64]}-{seed.hex[:16]}",
-            task=task,
-            group=0,
-            index=0,
-            seed=seed.int % 2**32,
-            temperature=self._config.sampling.temperature if temperature is None else temperature,
-        )
+        trial = uuid4()
+        temperature = self._config.sampling.temperature if temperature is None else temperature
+        attempt = attempt_of(self._tasks[number], trial.hex, seed=trial.int % 2**32, temperature=temperature)
         async with self._trials.runner() as runner:
             return await runner.run(attempt)
 
