@@ -155,7 +155,7 @@ async def test_a_port_in_use_is_named_with_the_reason_and_a_way_out(tmp_path: Pa
                 pass
     assert caught.value.message.startswith(f"`gateway.port` is {port}, where the gateway cannot listen: ")
     assert "address already in use" in caught.value.message
-    assert caught.value.hint == "`--gateway.port 0` takes a free one"
+    assert caught.value.hint == "`--gateway.port 0` uses a free port"
 
 
 def test_importing_the_package_loads_neither_torch_nor_harbor():

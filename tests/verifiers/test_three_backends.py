@@ -127,11 +127,11 @@ def told(rollout: Rollout) -> Attempted:
 def by_slime(run: RunDir, model: Path, turns: Turns) -> Groups:
     with serving_router(ReplayRouter(turns=turns)) as router:
         args = slime_args(run.path, router.url, model, num_rollout=1)
-        crew = hooks.crew_of(args)
+        worker = hooks.worker_of(args)
         try:
             samples = unpacked(hooks.generate_rollout(args, 0, None).samples)
         finally:
-            crew.close()
+            worker.close()
     recorded = {(item.rollout.task, item.rollout.attempt): item.rollout for item in run.read_rollouts(step_phase(0))}
     groups: Groups = {}
     for rollout_id in sorted({sample.rollout_id for sample in samples}):
