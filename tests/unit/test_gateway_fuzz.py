@@ -23,8 +23,7 @@ from wire_agents import WIRES, Style
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.admin import Admin
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.request_body import BODY_LIMIT
-from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Timeouts
 from dockyard.gateway.sessions import TokenSession, TokenSessions
 from dockyard.types import ASSISTANT, Message, ToolCall
 

@@ -130,12 +130,12 @@ class TokenSession:
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """The length of the prompt in tokens. Nothing is recorded."""
-        plan = self._history.plan
-        _, prompt_ids = await self._accounting.run_uncounted(lambda: self._rendered(plan(prompt), prompt))
+        async with self._accounting.uncounted():
+            _, prompt_ids = await self._rendered(self._history.plan(prompt), prompt)
         return len(prompt_ids)
 
     def mark_delivered(self, reply: ModelReply, delivered: bool) -> None:
-        (self._history.mark_delivered if delivered else self._history.mark_undelivered)(reply.number)
+        self._history.mark_delivered(reply.number, delivered)
 
     def note_misuse(self, refused: RefusedError) -> None:
         self._accounting.note_misuse(refused)
