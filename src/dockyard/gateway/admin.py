@@ -22,7 +22,7 @@ from dockyard.chat_format import exchange_json
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.protocol import RefusedError, dump, openai_error, validate
-from dockyard.gateway.server import Gateway, Handler, add_route, no_such_route
+from dockyard.gateway.server import Gateway, Handler, add_route, refuse_other_routes
 from dockyard.gateway.sessions import Session
 from dockyard.types import Json, Segment
 
@@ -107,7 +107,7 @@ class Admin:
         add_route(app.router, "POST", "/sessions/{id}/close", self._close_session)
         add_route(app.router, "POST", "/adapter", self._publish_adapter)
         add_route(app.router, "GET", "/stats", self._stats)
-        add_route(app.router, "*", "/{other:.*}", no_such_route)
+        refuse_other_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5)
         await self._runner.setup()
         return self._runner

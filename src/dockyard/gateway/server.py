@@ -97,7 +97,7 @@ class Gateway:
         app = web.Application(client_max_size=BODY_LIMIT)
         for prefix in ("", "/s/{label}"):
             self._add_routes(app.router, prefix)
-        add_route(app.router, "*", "/{other:.*}", no_such_route)
+        refuse_other_routes(app.router)
         # Without handler_cancellation a call would continue to sample for an agent that has disconnected.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=5, logger=_http_log()
@@ -312,8 +312,21 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 
-async def no_such_route(_: web.Request) -> web.Response:
-    """Answer 404. Serve it on every path and method that has no route."""
+def refuse_other_routes(router: web.UrlDispatcher) -> None:
+    """Answer 404 to every method and target that has no route. Call it after the routes are added."""
+    every = _EveryTarget("/{other}")
+    every.add_route("*", _no_such_route, expect_handler=_meet_expectations)
+    router.register_resource(every)
+
+
+class _EveryTarget(web.DynamicResource):
+    """Matches every target, also one that is not a path, such as `*`."""
+
+    def _match(self, path: str) -> dict[str, str]:
+        return {}
+
+
+async def _no_such_route(_: web.Request) -> web.Response:
     return web.json_response(openai_error(RefusedError(404, "not_found", "no such route")), status=404)
 
 
