@@ -212,21 +212,13 @@ def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converte
     if isinstance(result, Failure):
         still = result.cause == "cancelled"
         detail = f"{result.message}: the trial is still running, or was killed" if still else result.message
-        rollout = rollout_of_trial(result, task, attempt)
-        why = "running" if still else "unreadable"
-        return Converted(
-            where=str(trial), trial=trial.name, agent="", model="", rollout=rollout, skipped=why, detail=detail
-        )
-    found = Converted(
-        where=str(trial),
-        trial=result.trial_name,
-        agent=result.agent_info.name,
-        model=_model(result),
-        rollout=Rollout(task=task, kind="", attempt=attempt, segments=(), reward=None, failure=None),
-    )
+        found = replace(blank(str(trial), trial=trial.name), rollout=rollout_of_trial(result, task, attempt))
+        return replace(found, skipped="running" if still else "unreadable", detail=detail)
+    unknown = blank(str(trial), trial=result.trial_name, task=task, agent=result.agent_info.name, model=_model(result))
     try:
-        return replace(found, rollout=rollout_of_trial(result, task, attempt))
+        return replace(unknown, rollout=rollout_of_trial(result, task, attempt))
     except OverflowError:
+        found = replace(unknown, rollout=replace(unknown.rollout, attempt=attempt))
         return skip(found, "unreadable", f"`{trial / 'result.json'}` has invalid token ids")
 
 
@@ -252,7 +244,6 @@ def _with_text(found: Converted, trial: Path, result: TrialResult, tokeniser: To
 
 
 def _tokenised(found: Converted, text: TrajectoryText, tokeniser: Tokeniser) -> Converted:
-    failure = found.rollout.failure
     found = replace(
         found,
         model=found.model or text.model,
@@ -260,9 +251,9 @@ def _tokenised(found: Converted, text: TrajectoryText, tokeniser: Tokeniser) -> 
         notes=(*found.notes, *sorted(text.notes)),
     )
     if found.skipped is None and found.rollout.reward is None and "no_reward" not in found.notes:
-        return skip(
-            found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "the trial was not graded"
-        )
+        failure = found.rollout.failure
+        reason = f"{failure.cause}: {failure.message}" if failure else "the trial was not graded"
+        return skip(found, "no_reward", reason)
     return tokeniser.tokenise(found, text.turns)
 
 

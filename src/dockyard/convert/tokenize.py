@@ -24,19 +24,16 @@ from dockyard.types import IntArray, Prompt, Rollout, Segment, Turn
 
 def segments_of(conversation: Conversation, renderer: Renderer) -> tuple[Segment, ...]:
     """Segments with the model's messages marked, without logprobs. Raises `TemplateRejectionError`."""
-    return stitch_turns(_turns(with_one_system(conversation), renderer))
+    return stitch_turns(_turns(_with_one_system(conversation), renderer))
 
 
-def with_one_system(conversation: Conversation) -> Conversation:
+def _with_one_system(conversation: Conversation) -> Conversation:
     """The same conversation with one system message at most, at the start: templates accept no other."""
     messages = one_system(conversation.messages)
     num_gone = len(conversation.messages) - len(messages)
-    sampled = None if conversation.sampled is None else _moved(conversation.sampled, num_gone)
-    return replace(conversation, messages=messages, sampled=sampled, cut=_moved(conversation.cut, num_gone))
-
-
-def _moved(places: frozenset[int], num_gone: int) -> frozenset[int]:
-    return frozenset(place - num_gone for place in places)
+    sampled = frozenset(place - num_gone for place in conversation.replies)
+    cut = frozenset(place - num_gone for place in conversation.cut)
+    return replace(conversation, messages=messages, sampled=sampled, cut=cut)
 
 
 def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[Turn]:

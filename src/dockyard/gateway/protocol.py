@@ -192,7 +192,7 @@ def text_part(content: object) -> object:
 
 
 def asks_for_structure(response_format: Json | None) -> bool:
-    """Whether a request of OpenAI's asks for an answer that is not plain text."""
+    """Whether an OpenAI request asks for structured output."""
     return response_format is not None and response_format.get("type") not in (None, "text")
 
 

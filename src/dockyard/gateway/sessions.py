@@ -220,16 +220,15 @@ class TokenSession:
             result = await self.engine.generate(request)
         if isinstance(result, ContextOverflow):
             raise self._overflow(result.prompt_tokens, result.context_length)
-        lengths = len(result.token_ids), len(result.logprobs), len(result.versions)
-        if len(set(lengths)) > 1:
-            raise self._accounting.engine_failed("{} ids came with {} logprobs and {} versions".format(*lengths))
         if problem := self._implausible(result):
             raise self._accounting.engine_failed(problem)
         return result
 
     def _implausible(self, result: Generation) -> str | None:
         """Why no engine that samples this model can have returned this; None if it can."""
-        ids, logprobs = result.token_ids, result.logprobs
+        ids, logprobs, versions = result.token_ids, result.logprobs, result.versions
+        if not len(ids) == len(logprobs) == len(versions):
+            return f"{len(ids)} ids came with {len(logprobs)} logprobs and {len(versions)} versions"
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.renderer.max_ids:
             return f"it sampled ids from {ids.min()} to {ids.max()}; the tokenizer has {self.renderer.max_ids} ids"
         if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():

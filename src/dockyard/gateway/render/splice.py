@@ -217,11 +217,11 @@ class TemplateRenderer:
 
     def _find_call_format(self) -> CallFormat:
         try:
-            told = self._render([_USER], [PROBE_TOOL], prompt=True)
+            listing = self._render([_USER], [PROBE_TOOL], prompt=True)
             called = self._render([_USER, Message(ASSISTANT, "", calls=(PROBE_CALL,))], prompt=False)
         except TemplateRejectionError:
             return CallFormat.PREAMBLE
-        if PROBE_CALL.name not in told:
+        if PROBE_CALL.name not in listing:
             return CallFormat.PREAMBLE
         if f"<function={PROBE_CALL.name}>" in called:
             return CallFormat.XML
