@@ -290,16 +290,21 @@ def _rollout(siblings: list[Sample], attempt: int) -> Rollout:
             hint="all samples of a rollout must have the same reward; the file may mix several jobs",
         )
     metadata = first.metadata
-    failure: dict[str, Any] | None = metadata.get("failure")
     return Rollout(
         task=str(metadata.get("task") or first.label),
         kind=str(metadata.get("kind") or ""),
         attempt=int(metadata.get("attempt", attempt)),
         segments=tuple(_segment(sample) for sample in siblings if sample.loss_mask.any()),
         reward=first.reward,
-        failure=Failure(**failure | {"blame": Blame(failure["blame"])}) if failure else None,
+        failure=_failure(metadata.get("failure")),
         stats={"cut_at_end": 1} if any(sample.status == SampleStatus.TRUNCATED for sample in siblings) else {},
     )
+
+
+def _failure(recorded: dict[str, str] | None) -> Failure | None:
+    if not recorded:
+        return None
+    return Failure(cause=recorded["cause"], blame=Blame(recorded["blame"]), message=recorded["message"])
 
 
 def _segment(sample: Sample) -> Segment:
