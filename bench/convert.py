@@ -30,7 +30,8 @@ from tokenizers import Tokenizer
 from dockyard.convert.conversation import Conversation
 from dockyard.convert.read import read_trials
 from dockyard.convert.report import ConversionReport
-from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
+from dockyard.convert.sample_files import open_writer
+from dockyard.convert.samples import SampleNumbers, converted_samples
 from dockyard.gateway.render.renderer import Renderer
 
 sys.path.append(str(Path(__file__).parents[1]))

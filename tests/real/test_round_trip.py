@@ -17,8 +17,10 @@ from trials import skip_without_terminals, write_task
 from dockyard.cli import main
 from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
-from dockyard.convert.read import Converted, read_trials
-from dockyard.convert.samples import groups_of, read_samples
+from dockyard.convert.conversation import Converted
+from dockyard.convert.read import read_trials
+from dockyard.convert.sample_files import read_samples
+from dockyard.convert.samples import groups_of
 from dockyard.rollout.order import Order
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Finish, Rollout, Segment, Task

@@ -11,7 +11,7 @@ from finished_jobs import write_trial
 from gateway_fakes import tiny_model, tiny_renderer
 
 from dockyard.cli import main
-from dockyard.convert.samples import read_samples
+from dockyard.convert.sample_files import read_samples
 
 DETAILS: Any = {"prompt_token_ids": [[1, 5]], "completion_token_ids": [[6, 7]], "logprobs": [[-1.0, -2.0]]}
 

@@ -25,10 +25,9 @@ from dockyard.engine.http import ModelServer
 from dockyard.engine.openai import TextEndpoint
 from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.accounting import SessionLimits
-from dockyard.gateway.echo import EndpointEcho
 from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_session import TextSession
+from dockyard.gateway.text_session import EndpointEcho, TextSession
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.load import load_run_config
