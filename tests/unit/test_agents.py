@@ -152,7 +152,7 @@ def test_options_that_an_agent_does_not_have_are_refused():
 def test_options_that_shell_does_not_have_or_that_are_not_for_users_are_refused(name: str, hint: str):
     with pytest.raises(UsageError) as caught:
         check_agent(AgentConfig(name="shell", kwargs={name: ""}))
-    assert caught.value.message == f"`agent.kwargs.{name}` is no option of `shell`"
+    assert caught.value.message == f"`agent.kwargs.{name}` is not an option of `shell`"
     assert hint in caught.value.hint
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from dockyard.process import Output
 from dockyard.rollout.docker.compose import Overlay, Owner
-from dockyard.rollout.docker.guard import FILES, PATH, TOOLS, State, parents, read_script
+from dockyard.rollout.docker.docker_cli import State
+from dockyard.rollout.docker.guard import FILES, PATH, TOOLS, parents, read_script
 from dockyard.rollout.docker.site import Leftovers
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.token_tree import stitch_turns
-from dockyard.rollout.details import num_turns, segments_of, stored_turn
-from dockyard.rollout.job import read_job
+from dockyard.rollout.job import num_turns, read_job, segments_of, stored_turn
 from dockyard.types import Blame, Rollout, Segment, Turn
 
 

@@ -5,8 +5,6 @@ the policy was called is derived from the agent's token counts, or else from whe
 model endpoint is recognised by the type of the exception only.
 """
 
-# pyright: reportMissingTypeStubs=false
-
 import logging
 import math
 from collections import Counter
@@ -15,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 from harbor import AgentContext, TrialResult
 from harbor.models.agent.rollout_detail import RolloutDetail
 from harbor.models.trial.config import AgentConfig, TaskConfig
@@ -23,12 +22,15 @@ from pydantic import BaseModel, Field, ValidationError
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording
+from dockyard.gateway.token_tree import stitch_turns
 from dockyard.rollout.blame import BY_EXCEPTION
-from dockyard.rollout.details import num_turns, segments_of
 from dockyard.rollout.order import Place
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
 from dockyard.tasks.folder import load_tasks
-from dockyard.types import Blame, Failure, Rollout
+from dockyard.types import Blame, Failure, Rollout, Segment, Turn
+
+# pyright: reportMissingTypeStubs=false
+
 
 logger = logging.getLogger(__name__)
 
@@ -197,3 +199,38 @@ def _num_calls(result: TrialResult, details: Sequence[RolloutDetail], sampled_to
         return min(sampled_tokens, 1)
     ran = [result.agent_execution, *(step.agent_execution for step in result.step_results or [])]
     return int(any(phase and phase.started_at for phase in ran))
+
+
+# pyright: reportMissingTypeStubs=false
+
+
+def stored_turn(prompt: Sequence[int], sampled: Sequence[int], logprobs: Sequence[float] | None = None) -> Turn:
+    """A turn from stored lists. Logprobs are left out if their number differs from the ids', or one is not finite."""
+    fits = logprobs is not None and len(logprobs) == len(sampled) and bool(np.isfinite(logprobs).all())
+    return Turn(
+        prompt_ids=np.array(prompt, np.int32),
+        sampled_ids=np.array(sampled, np.int32),
+        logprobs=np.array(logprobs, np.float32) if fits else None,
+    )
+
+
+def segments_of(details: Sequence[RolloutDetail]) -> tuple[Segment, ...]:
+    """The segments of the main chat, then of the summarisations. Weight versions are not known."""
+    return tuple(segment for detail in details for segment in stitch_turns(_turns(detail)))
+
+
+def num_turns(details: Sequence[RolloutDetail]) -> int:
+    """The number of model replies that the details show."""
+    return sum(max(map(len, (d.get("prompt_token_ids", []), d.get("completion_token_ids", [])))) for d in details)
+
+
+def _turns(detail: RolloutDetail) -> list[Turn]:
+    """Empty if prompts and replies cannot be paired: Harbor fills each list independently."""
+    prompts, sampled = detail.get("prompt_token_ids", []), detail.get("completion_token_ids", [])
+    if len(prompts) != len(sampled):
+        return []
+    logprobs = detail.get("logprobs", [])
+    aligned = [*map(len, logprobs)] == [*map(len, sampled)]  # if one does not fit, the others may be shifted
+    known = logprobs if aligned else [None] * len(sampled)
+    turns = zip(prompts, sampled, known, strict=True)
+    return [stored_turn(prompt, ids, logs) for prompt, ids, logs in turns if ids]

@@ -6,6 +6,8 @@ internet and this machine, but not each other. An engine supports about thirty n
 than creating a container.
 """
 
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+
 import os
 import socket
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -25,8 +27,14 @@ OWNER_LABEL = "dockyard.owner"
 RUN_LABEL = "dockyard.run"
 PROJECT_LABEL = "com.docker.compose.project"
 SERVICE_LABEL = "com.docker.compose.service"
+PRIVATE = ("/tests", "/logs/verifier")
+"""Mounted as separate volumes: a mount point cannot be replaced by a link or filled through the container's disk."""
+SLEEP = ("sh", "-c", "exec sleep infinity")  # exec: killing a child `sleep` would end the container
 _UNKNOWN = "-"  # where there is no /proc
 _SEPARATOR = "|"
+_PATIENCE_S = 10.0  # a container that appears after its project was removed would remain
+
+type Mode = Literal["auto", "none", "gateway", "public"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -112,11 +120,6 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return _UNKNOWN
-
-
-PRIVATE = ("/tests", "/logs/verifier")
-"""Mounted as separate volumes: a mount point cannot be replaced by a link or filled through the container's disk."""
-SLEEP = ("sh", "-c", "exec sleep infinity")  # exec: killing a child `sleep` would end the container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +158,6 @@ class Overlay:
         elif self.network:
             compose["networks"] = {"default": {"name": self.network, "external": True}}
         return compose
-
-
-type Mode = Literal["auto", "none", "gateway", "public"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +217,6 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
-
-
-_PATIENCE_S = 10.0  # a container that appears after its project was removed would remain
-
-
 async def compose(
     session: str,
     *command: str,
@@ -244,8 +238,7 @@ async def compose(
         patience_s=_PATIENCE_S if command[0] == "up" else 0.0,
     )
     if check and done.code != 0:
-        if done.is_unreachable:
-            raise DockerUnreachableError(short(done.stderr))
+        done.require_engine()
         message = f"`docker compose {command[0]}` in `{folder}`: {short(done.stderr, 5)}"
         raise SandboxBuildFailedError(message) if command[0] in ("build", "up") else RuntimeError(message)
     return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.code)

@@ -20,7 +20,7 @@ from harbor.environments.docker.docker import DockerEnvironment as HarborDocker
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from dockyard.config import Seal
-from dockyard.rollout.docker import commands, guard
+from dockyard.rollout.docker import docker_cli, guard
 from dockyard.rollout.docker.compose import (
     PRIVATE,
     Mode,
@@ -146,7 +146,7 @@ class DockerEnvironment(HarborDocker):
         user: str | int | None = None,
     ) -> ExecResult:
         """Run a command. A command that times out is killed and returns code 124, as with `timeout`."""
-        return await commands.run(
+        return await docker_cli.run(
             await self._container(),
             command,
             cwd=cwd or self.task_env_config.workdir,
@@ -159,24 +159,24 @@ class DockerEnvironment(HarborDocker):
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         try:
-            await commands.upload(str(source_path), await self._container(), target_path)
+            await docker_cli.upload(str(source_path), await self._container(), target_path)
         except RuntimeError:  # its folder may not exist
             await self._platform.upload_file(source_path, target_path)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         try:
-            await commands.upload(f"{source_dir}/.", await self._container(), target_dir)
+            await docker_cli.upload(f"{source_dir}/.", await self._container(), target_dir)
         except RuntimeError:
             await self._platform.upload_dir(source_dir, target_dir)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        await commands.download_file(await self._container(), source_path, Path(target_path))
+        await docker_cli.download_file(await self._container(), source_path, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        await commands.download_folder(await self._container(), source_dir, Path(target_dir))
+        await docker_cli.download_folder(await self._container(), source_dir, Path(target_dir))
 
     async def seal(self) -> None:
         """Kill every process of the agent, empty /tests and /logs/verifier, restore the files that tests rely on."""

@@ -8,16 +8,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any
-
-from harbor import TrialEnvironmentConfig
 
 from dockyard.config import EnvironmentConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.blame import DockerUnreachableError
 from dockyard.rollout.docker.compose import OWNER_LABEL, PROJECT_LABEL, RUN_LABEL, DockerNetwork, Owner, run_network
 from dockyard.rollout.docker.docker_cli import DockerError, ask
-from dockyard.rollout.environments import LOOPBACK, Site
+from dockyard.rollout.environments import LOOPBACK, Site, harbor_config
+
+ENVIRONMENT = "dockyard.rollout.docker.environment:DockerEnvironment"
+"""For Harbor's `environment.import_path`."""
+_INSTALL = "install it (https://docs.docker.com/engine/install/); `dockyard doctor` checks this machine"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +90,6 @@ async def _drop(items: Iterable[str], *command: str) -> tuple[str, ...]:
     return tuple(dropped)
 
 
-# pyright: reportMissingTypeStubs=false
-
-
-ENVIRONMENT = "dockyard.rollout.docker.environment:DockerEnvironment"
-"""For Harbor's `environment.import_path`."""
-_INSTALL = "install it (https://docs.docker.com/engine/install/); `dockyard doctor` checks this machine"
-
-logger = logging.getLogger(__name__)
-
-
 @asynccontextmanager
 async def docker_site(config: EnvironmentConfig, *, inside: bool, run: str | None = None) -> AsyncGenerator[Site]:
     """Provide everything that the run's containers need, and remove all of it when the block ends.
@@ -135,18 +128,12 @@ async def check_docker() -> None:
 
 
 def _site(config: EnvironmentConfig, run: str, network: DockerNetwork | None) -> Site:
-    ours: dict[str, Any] = {
+    ours: dict[str, object] = {
         "run": run,
         "network": config.network,
         "network_name": network.name if network else None,
         "seal_level": "standard" if config.seal == "off" else config.seal,
     }
-    environment = TrialEnvironmentConfig(
-        import_path=ENVIRONMENT,
-        kwargs=ours | config.kwargs,
-        override_cpus=config.cpus,
-        override_memory_mb=config.memory_mb,
-        override_storage_mb=config.storage_mb,
-    )
+    environment = harbor_config(config, import_path=ENVIRONMENT, kwargs=ours)
     listen = (LOOPBACK, *(network.listen if network else ()))
     return Site(environment=environment, listen=listen, host=network.host if network else None)
