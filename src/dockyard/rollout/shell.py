@@ -31,7 +31,7 @@ _NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tok
 
 
 def one_command(text: str, allowed: Sequence[str]) -> str | None:
-    """Return the command with each word quoted; None unless it is an allowed one, with at most a `> FILE` at its end."""
+    """Return the command with each word quoted; None unless it is allowed, with at most a `> FILE` at its end."""
     words = _words(text)
     if not words or words[0] not in allowed:
         return None
