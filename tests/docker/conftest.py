@@ -8,8 +8,8 @@ from docker_engine import BASE, docker, use_engine
 from docker_environment import NAME
 
 from dockyard.config import EnvironmentConfig
-from dockyard.rollout.docker import docker_site
 from dockyard.rollout.docker.images import TASK_LABEL
+from dockyard.rollout.docker.site import docker_site
 from dockyard.rollout.environments import Site
 
 

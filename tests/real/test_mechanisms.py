@@ -20,8 +20,7 @@ from dockyard.config import AgentConfig, EnvironmentConfig, GatewayConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.environments import check_environment
 from dockyard.rollout.sandbox.check import Mechanism, check_sandbox, choose_mechanism, landlock_lacks
-from dockyard.rollout.sandbox.confined import ABI_VARIABLE, PLACES, PREFIX, landlock_abi
-from dockyard.rollout.sandbox.launch import outside_user
+from dockyard.rollout.sandbox.launch import ABI_VARIABLE, PLACES, PREFIX, landlock_abi, outside_user
 from dockyard.types import Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")

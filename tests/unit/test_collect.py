@@ -18,7 +18,7 @@ from dockyard.collect.open import NoModel, find_model_files, open_pool
 from dockyard.collect.rollout import RolloutSummary
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rollout.agents.rows import asks_no_model
+from dockyard.rollout.agents.wiring import asks_no_model
 from dockyard.run_dir.run import EVAL, ROLLOUTS, Purpose, RunDir, read_purpose
 from dockyard.tasks.generated import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout

@@ -160,7 +160,7 @@ def test_a_source_is_not_written_over(job: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("nowhere", "`nowhere` does not exist"), ("empty", "`empty` holds no trials")]
+    ("source", "message"), [("nowhere", "`nowhere` does not exist"), ("empty", "`empty` contains no trials")]
 )
 def test_a_source_that_is_none_is_an_error(source: str, message: str, capsys: pytest.CaptureFixture[str]):
     Path("empty").mkdir()

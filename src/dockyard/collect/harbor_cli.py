@@ -27,7 +27,7 @@ from dockyard.collect.harbor_env_vars import QUIET
 from dockyard.config import RolloutConfig
 from dockyard.errors import UsageError
 from dockyard.gateway.sessions import Session
-from dockyard.rollout.agents.rows import must_ask
+from dockyard.rollout.agents.wiring import must_ask
 from dockyard.rollout.job import read_result
 from dockyard.rollout.order import Attempt
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of

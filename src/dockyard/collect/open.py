@@ -19,8 +19,7 @@ from dockyard.errors import DockyardError, EngineError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
 from dockyard.gateway.text_session import TextSource, session_factory
-from dockyard.rollout.agents.rows import asks_no_model
-from dockyard.rollout.agents.wiring import MODEL_NAME, check_agent, runs_inside
+from dockyard.rollout.agents.wiring import MODEL_NAME, asks_no_model, check_agent, runs_inside
 from dockyard.rollout.environments import Site, check_environment, open_site, reachable
 from dockyard.rollout.pool import RolloutPool
 from dockyard.rollout.sandbox.launch import VISIBLE

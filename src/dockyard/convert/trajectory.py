@@ -12,7 +12,7 @@ from typing import Self
 from dockyard.convert import atif
 from dockyard.convert.atif import AtifStep, Content, Result, Trajectory, UnreadableError, read_trajectory, text_of
 from dockyard.convert.conversation import Conversation
-from dockyard.rollout.details import stored_turn
+from dockyard.rollout.job import stored_turn
 from dockyard.types import ASSISTANT, Json, Message, ToolCall, Turn
 
 _ASIDES = ("compaction", "branch_summary")
