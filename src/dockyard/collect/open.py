@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dockyard.collect.model_files import ModelFiles, find_files
 from dockyard.config import RunConfig
+from dockyard.engine.custom import check_engine
 from dockyard.engine.open import EngineSpec, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
@@ -38,8 +39,9 @@ class NoModel:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse an agent or an environment that cannot run, before anything starts."""
+    """Refuse an agent, an engine or an environment that cannot run, before anything starts."""
     check_agent(config.agent)
+    check_engine(config.engine)
     if config.environment.type == "sandbox":
         _check_hidden(
             {"run_dir": config.run_dir, "tasks.train": config.tasks.train, "tasks.heldout": config.tasks.heldout}

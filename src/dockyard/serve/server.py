@@ -12,6 +12,7 @@ from yarl import URL
 
 from dockyard import process
 from dockyard.collect.model_files import ModelFiles, find_files
+from dockyard.engine.custom import check_engine
 from dockyard.engine.open import EngineSpec, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
@@ -35,6 +36,7 @@ _EVERYWHERE = ("0.0.0.0", "::", "")
 
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """Serve until a signal arrives. Check what can be checked before loading weights."""
+    check_engine(options.engine)
     _check_address(options.host, options.port)
     if options.admin and options.admin.port:
         _check_address("127.0.0.1", options.admin.port)
