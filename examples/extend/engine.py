@@ -15,6 +15,8 @@ from dockyard.types import Finish
 
 
 class PlainEngine:
+    """Implements `CustomEngine`."""
+
     def __init__(self, setup: EngineSetup) -> None:  # further arguments are the keys of `engine.kwargs`
         self._model = load_model(setup.model_dir, setup.model)
         self._version = 0

@@ -119,6 +119,15 @@ def test_an_engine_that_ignores_new_weights_is_stopped_with_its_name(capsys: pyt
     assert "`watched:Deaf.generate` sampled from version 0 although 1 was published" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ["--dry-run", "--json"])
+def test_a_wrong_class_is_refused_before_the_model_is_looked_for(more: str, capsys: pytest.CaptureFixture[str]):
+    Path("watched.py").write_text("class Mute:\n    def __init__(self, setup): ...")
+    assert main(["train", *settings("watched:Mute", **{"model.name": "nowhere"}), more]) == 2
+    shown = capsys.readouterr().err
+    assert "`engine.type` is `watched:Mute`: it lacks close, generate, publish" in shown
+    assert "`async def generate(self, request: GenerateRequest) -> Generation`" in shown
+
+
 @pytest.mark.parametrize(
     ("engine", "says"),
     [

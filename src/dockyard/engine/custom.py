@@ -10,7 +10,7 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +215,13 @@ async def _check_sampling(engine: CheckedEngine, probe_ids: Sequence[int]) -> No
     """Check that logprobs are those of one distribution per temperature, and that 0 takes the most likely token."""
     cool, warm = await _draws(engine, probe_ids, _COOL), await _draws(engine, probe_ids, _WARM)
     first, second = [next(iter(await _draws(engine, probe_ids, 0.0, num=1))) for _ in range(2)]
-    likeliest = max(warm, key=lambda token_id: warm[token_id])
     if first != second:
         raise engine.error(f"returned the tokens {first} and {second} for the same prompt with temperature 0")
-    if first in warm and warm[likeliest] - warm[first] > _TOLERANCE:
-        raise engine.error(f"returned the token {first} with temperature 0, but {likeliest} has a higher logprob")
+    # A token that was not sampled has at most what the others leave.
+    rest = log(max(1 - sum(map(exp, cool.values())), 1e-6))
+    likeliest = max(cool, key=lambda token_id: cool[token_id])
+    if cool[likeliest] - cool.get(first, rest) > _TOLERANCE:
+        raise engine.error(f"returned the token {first} with temperature 0, but {likeliest} is more likely")
     for draws in (cool, warm):
         if (total := sum(map(exp, draws.values()))) > _MOST_TOTAL:
             raise engine.error(f"returned logprobs of {len(draws)} tokens whose probabilities add up to {total:.2f}")
