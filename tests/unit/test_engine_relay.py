@@ -15,15 +15,16 @@ from gateway_fakes import until
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.relay import (
     PENDING,
+    REMEMBERED,
     Relay,
     RelayCall,
     RelayEngine,
+    RelayServer,
     read_generation,
     read_request,
     write_generation,
     write_request,
 )
-from dockyard.engine.relay_server import REMEMBERED, RelayServer
 from dockyard.errors import EngineError
 from dockyard.types import Finish, Json
 

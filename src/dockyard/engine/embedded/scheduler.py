@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dockyard.engine.embedded.allocator import Beginning, Known, Region, longest_beginning
 from dockyard.engine.embedded.decode import Next, Steps, sample
-from dockyard.engine.embedded.kv import KVPool
+from dockyard.engine.embedded.kv import Beginning, Known, KVPool, Region, longest_beginning
 from dockyard.engine.embedded.model import Piece, PooledModel, pack
 from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.errors import EngineError
