@@ -18,7 +18,7 @@ from dockyard.config import EngineConfig, ModelConfig
 from dockyard.engine.checks import PROBE_TEXT, ServerRequirements, check_logprobs, find_card
 from dockyard.engine.custom import CheckedEngine, ModelLimits, context_length, open_custom
 from dockyard.engine.http import ModelServer, read_key
-from dockyard.engine.openai import TextEndpoint, connect_openai, probe_endpoint
+from dockyard.engine.openai import URL_HINT, TextEndpoint, connect_openai, probe_endpoint
 from dockyard.engine.protocol import Engine, EngineSetup
 from dockyard.engine.remote_engine import RemoteEngine, ServedModel, adapter_rank
 from dockyard.engine.sglang import SGLangWire, connect_sglang
@@ -29,7 +29,6 @@ from dockyard.errors import DockyardError
 logger = logging.getLogger(__name__)
 
 _CONNECT = {"vllm": connect_vllm, "sglang": connect_sglang, "openai": connect_openai}
-_URL_HINT = "check `engine.url`; it is what a client takes as its base URL"
 _ROUTER_RETRY_S = 600.0
 """SLiME restarts SGLang servers that died, which can take minutes."""
 
@@ -119,7 +118,7 @@ async def connect_for_text(config: EngineConfig, model: str) -> TextEndpoint:
     """Connect to an endpoint for text only, whatever it returns: without a tokenizer, token ids are of no use."""
     server = _server(config)
     try:
-        card = await find_card(server, config.model_copy(update={"model": config.model or model}), hint=_URL_HINT)
+        card = await find_card(server, config.model_copy(update={"model": config.model or model}), hint=URL_HINT)
     except BaseException:
         await server.close()
         raise
@@ -180,7 +179,7 @@ async def open_router(
 
     `adapter` names the LoRA adapter to sample from, if the weights are one.
     """
-    server, wire = ModelServer(url, retry_s=_ROUTER_RETRY_S), SGLangWire(tells_versions=True, adapter=adapter)
+    server, wire = ModelServer(url, retry_s=_ROUTER_RETRY_S), SGLangWire(reports_versions=True, adapter=adapter)
     engine = RemoteEngine(server, wire, model)
     try:
         required = ServerRequirements.of(model.name, model_dir, lora_rank=0)

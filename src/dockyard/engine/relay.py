@@ -96,7 +96,7 @@ class Relay:
             link = await self._connected()
             boots.add(link.boot)
             if len(boots) > _MOST_BOOTS:
-                message = f"the policy was gone {_MOST_BOOTS} times before it had answered one call (`{kind}`)"
+                message = f"the policy's server restarted {_MOST_BOOTS} times before it answered one call (`{kind}`)"
                 raise EngineError(message, hint=_HINT)
             try:
                 return await self._ask(link, name, kind, body)
@@ -148,7 +148,7 @@ class Relay:
 
         self._tried.add(link.boot)
         if len(self._tried) > _MOST_BOOTS:
-            message = f"the policy started {_MOST_BOOTS} times and was gone each time before it was up to date"
+            message = f"the policy's server started {_MOST_BOOTS} times and ended each time before it was up to date"
             raise EngineError(message, hint=_HINT)
         await self._on_boot(call)
         self._boot = link.boot
@@ -171,7 +171,10 @@ class Relay:
         if status == FAILED:
             raise EngineError(str(answer["message"]), hint=str(answer["hint"]))
         if status == 401:
-            raise EngineError(f"`{link.url}` rejects our token", hint="another run's policy is there: start again")
+            raise EngineError(
+                f"`{link.url}` rejects our token",
+                hint="another run uses this address: start again",
+            )
         if status != 200:  # tunnels have many ways to say that nothing is behind them
             raise _LostError(f"HTTP {status}")
         self._heard = time.monotonic()
@@ -307,9 +310,9 @@ class RelayServer:
     async def start(self, listener: socket.socket) -> None:
         """Listen on this socket."""
         app = web.Application(middlewares=[self._guard], client_max_size=_LARGEST_BODY)
-        app.router.add_get("/boot", self._tell_boot)
+        app.router.add_get("/boot", self._report_boot)
         app.router.add_post("/calls/{name}", self._begin)
-        app.router.add_get("/calls/{name}", self._tell)
+        app.router.add_get("/calls/{name}", self._report)
         app.router.add_delete("/calls/{name}", self._cancel)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
@@ -341,7 +344,7 @@ class RelayServer:
         self._heard = time.monotonic()
         return await handler(request)
 
-    async def _tell_boot(self, _: web.Request) -> web.Response:
+    async def _report_boot(self, _: web.Request) -> web.Response:
         return web.json_response({"boot": self.boot})
 
     async def _begin(self, request: web.Request) -> web.Response:
@@ -353,7 +356,7 @@ class RelayServer:
                 call.add_done_callback(lambda _: self._remember(name))
         return await self._answer(self._calls[name])
 
-    async def _tell(self, request: web.Request) -> web.Response:
+    async def _report(self, request: web.Request) -> web.Response:
         call = self._calls.get(request.match_info["name"])
         return await self._answer(call) if call else web.json_response({}, status=404)
 

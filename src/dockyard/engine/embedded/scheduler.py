@@ -304,5 +304,5 @@ def _next(row: DecodeRequest) -> Next:
 def _no_memory(row: DecodeRequest) -> EngineError:
     return EngineError(
         f"there is no memory for the keys and values of a request of {len(row):,} tokens",
-        hint="give the engine more by `--engine.kv_cache_gb`, or lower `--trainer.micro_batch_tokens`",
+        hint="give the engine more with `--engine.kv_cache_gb`, or lower `--trainer.micro_batch_tokens`",
     )
