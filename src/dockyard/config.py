@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dockyard.extension import REFERENCE
+
 
 class OnResume(Enum):
     """Whether a setting may differ when a run is resumed."""
@@ -26,6 +28,7 @@ Resumable = Annotated[T, OnResume.MAY_CHANGE]
 
 
 HTTP_URL = r"^https?://[^\s@]+$"
+ENGINE = rf"^(transformers|vllm|sglang|openai|{REFERENCE})$"
 
 
 class Config(BaseModel):
@@ -154,9 +157,11 @@ class SamplingConfig(Config):
 class EngineConfig(Config):
     """The engine that samples tokens from the policy."""
 
-    type: Fixed[Literal["transformers", "vllm", "sglang", "openai"]] = "transformers"
+    type: Fixed[str] = Field(default="transformers", pattern=ENGINE)
     """`transformers` runs in this process. `vllm` and `sglang` are servers that load new weights after each step. An
-    `openai` endpoint keeps its own weights."""
+    `openai` endpoint keeps its own weights. `module:Class` is your own engine."""
+    kwargs: Resumable[dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments for the constructor of your own engine."""
     url: Resumable[str | None] = Field(default=None, pattern=HTTP_URL)
     """URL of the server, e.g. `http://localhost:8000`, with or without `/v1` at the end."""
     model: Resumable[str | None] = None
@@ -183,6 +188,16 @@ class EngineConfig(Config):
     """Share of the GPU memory for that server (weights and KV cache). The trainer uses the rest."""
     args: Resumable[tuple[str, ...]] = ()
     """More options for `vllm serve`. They override those that Dockyard sets."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `type` names a class of the user's."""
+        return ":" in self.type
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the engine is a server that Dockyard connects to by itself."""
+        return self.type in ("vllm", "sglang", "openai")
 
 
 class GatewayConfig(Config):

@@ -41,7 +41,12 @@ def load_function[**P, T](reference: str, setting: str, like: Callable[P, T]) ->
 
 
 def load_methods(reference: str, setting: str, like: type, *, optional: bool = False) -> Any:
-    """An instance of the class that `setting` names, whose methods must be callable as those of `like`.
+    """An instance of the class that `setting` names, as `load_class` returns it, created without arguments."""
+    return _instance(load_class(reference, setting, like, optional=optional), reference, setting)
+
+
+def load_class(reference: str, setting: str, like: type, *, optional: bool = False) -> type[Any]:
+    """The class that `setting` names, whose methods must be callable as those of `like`.
 
     With `optional` it may define some of them, at least one; a public method that `like` lacks is then a mistake.
     """
@@ -61,7 +66,7 @@ def load_methods(reference: str, setting: str, like: type, *, optional: bool = F
         )
     for name, method in found.items():
         _check_call(method, f"{reference}.{name}", setting, expected[name])
-    return _instance(kind, reference, setting)
+    return kind
 
 
 def _import(name: str, reference: str, setting: str) -> ModuleType:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import CPU, tiny_model_dir, tiny_policy
 
-from dockyard.engine.embedded.allocator import Region, Regions
 from dockyard.engine.embedded.decode import Next, Steps, Unrecorded, Work, few_lengths, few_sizes, sample
-from dockyard.engine.embedded.kv import SCRATCH, KVPool, KVShape, PoolSize
+from dockyard.engine.embedded.kv import SCRATCH, KVPool, KVShape, PoolSize, Region, Regions
 from dockyard.engine.embedded.model import Piece, PooledModel, attend, pack, pack_linears, worth_packing
 from dockyard.engine.embedded.scheduler import DecodeRequest, Scheduler
 from dockyard.engine.protocol import GenerateRequest

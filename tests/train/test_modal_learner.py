@@ -16,7 +16,7 @@ from dockyard.backends.modal.learner import RemoteLearner, open_remote_learner, 
 from dockyard.backends.modal.policy import LearnerHost
 from dockyard.config import RunConfig
 from dockyard.engine.protocol import GenerateRequest, Generation
-from dockyard.engine.relay_server import Handler, RelayServer
+from dockyard.engine.relay import Handler, RelayServer
 from dockyard.errors import EngineError
 from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.trainer.learner import load_learner

@@ -15,15 +15,16 @@ from gateway_fakes import until
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.engine.relay import (
     PENDING,
+    REMEMBERED,
     Relay,
     RelayCall,
     RelayEngine,
+    RelayServer,
     read_generation,
     read_request,
     write_generation,
     write_request,
 )
-from dockyard.engine.relay_server import REMEMBERED, RelayServer
 from dockyard.errors import EngineError
 from dockyard.types import Finish, Json
 
@@ -242,7 +243,7 @@ async def test_a_server_that_never_lasts_until_it_is_up_to_date_ends_the_run():
         await call("describe", {})
 
     relay = Relay(find, TOKEN, patience_s=60, on_boot=on_boot)
-    with pytest.raises(EngineError, match="the policy started 5 times and was gone each time"):
+    with pytest.raises(EngineError, match="the policy's server started 5 times and ended each time"):
         await relay.call("count", {"n": 1})
     await relay.close()
     await servers[-1].close()
@@ -265,7 +266,7 @@ async def test_a_call_that_ends_its_server_each_time_ends_the_run():
     for number in range(1, 6):
         await until(lambda number=number: len(servers) == number and counters[-1].asked == [1])
         await servers[-1].close()
-    with pytest.raises(EngineError, match="gone 5 times before it had answered one call"):
+    with pytest.raises(EngineError, match="server restarted 5 times before it answered one call"):
         await call
     await relay.close()
     await servers[-1].close()

@@ -54,7 +54,7 @@ async def test_what_a_server_gives_up_for_new_weights_goes_on_from_there():
         server = FakeSGLang(weight_version="7")
         await server.start()
         engine = RemoteEngine(
-            ModelServer(server.url), SGLangWire(tells_versions=True), ServedModel(name="policy", context_length=512)
+            ModelServer(server.url), SGLangWire(reports_versions=True), ServedModel(name="policy", context_length=512)
         )
         server.cuts = cuts.copy()
         drawn = await generate(engine, ask(temperature=0))

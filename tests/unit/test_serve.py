@@ -46,7 +46,7 @@ def options(*words: str, model: str = "policy", **environment: str) -> ServeOpti
         ([*VLLM, "--engine.launch=true"], "`engine.launch` has no effect when a model is served"),
         (["--engine.memory_share=0.3"], "`engine.memory_share` has no effect when a model is served"),
         (["--engine", "openai", "--engine-url", "localhost"], "`--engine-url` on the command line is `localhost`; it"),
-        (["--engine", "vlm"], "`--engine` on the command line is `vlm`; it must be 'transformers', 'vllm'"),
+        (["--engine", "vlm"], "`--engine` on the command line is `vlm`; it must be `transformers`, `vllm`"),
         (
             ["--context-length", "3"],
             "`--context-length` on the command line is `3`; it must be an integer of at least 16",

@@ -27,6 +27,10 @@ def _serve(given: Given) -> int:
     if given.flags.dry_run:
         config = read_config(given)
         raise_if_any(serve_problems(config))
+        if config.engine.is_custom:
+            from dockyard.engine.custom import check_engine
+
+            check_engine(config.engine)
         print_data(config.model_dump_json(indent=2) + "\n" if given.flags.json else to_toml(config))
         return 0
     options = read_options(given)

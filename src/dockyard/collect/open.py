@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
+from dockyard.engine.custom import check_engine
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.open import EngineSpec, import_embedded, open_engine
 from dockyard.engine.openai import TextEndpoint
@@ -40,8 +41,9 @@ class NoModel:
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise an error if the agent or the environment cannot run, before anything starts."""
+    """Raise an error if the agent, the engine or the environment cannot run, before anything starts."""
     check_agent(config.agent)
+    check_engine(config.engine)
     if config.environment.type == "sandbox":
         _check_hidden(config)
     check_environment(config.environment, config.gateway, agent=config.agent.name, inside=runs_inside(config.agent))

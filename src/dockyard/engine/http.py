@@ -21,7 +21,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 2.0  # uvicorn (vLLM, SGLang) closes idle connections after 5 s, which would lose a call
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 _WATCH_S = 5.0
-_PASSING = frozenset({429, 500, 502, 503, 504})
+_TEMPORARY = frozenset({429, 500, 502, 503, 504})
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -87,7 +87,7 @@ class ModelServer:
     ) -> ServerResponse:
         """Send JSON. The statuses in `final` are not retried."""
         send = partial(self._send, "POST", path, body, timeout_s)
-        return await self._patiently(path, send, self._retry_s if patient else 0, _PASSING - final)
+        return await self._patiently(path, send, self._retry_s if patient else 0, _TEMPORARY - final)
 
     async def generate(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
@@ -105,7 +105,7 @@ class ModelServer:
         path: str,
         send: Callable[[], Awaitable[ServerResponse]],
         retry_s: float,
-        passing: frozenset[int] = _PASSING,
+        temporary: frozenset[int] = _TEMPORARY,
     ) -> ServerResponse:
         """Retry with growing pauses until there is an answer or the time is up."""
         deadline = time.monotonic() + retry_s
@@ -113,7 +113,7 @@ class ModelServer:
         while True:
             try:
                 answer = await send()
-                if answer.status not in passing:
+                if answer.status not in temporary:
                     self._note_success()
                     return answer
                 failure = answer.reason

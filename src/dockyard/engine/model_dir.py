@@ -53,7 +53,7 @@ def find_model(name: str, *, weights: bool = True) -> Path:
         if known is None:
             return _checked(folder)
     except PermissionError as error:
-        raise DockyardError(f"`{folder}` cannot be read: {error.strerror}", hint="check who may read it") from None
+        raise DockyardError(f"`{folder}` cannot be read: {error.strerror}", hint="check its permissions") from None
     if known != name:
         logger.info("`%s` is `%s` on the Hub", name, known)
     return _from_hub(known, [*_HUB_FILES, *(_HUB_WEIGHTS if weights else [])])

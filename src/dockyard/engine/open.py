@@ -16,9 +16,10 @@ from typing import Any
 
 from dockyard.config import EngineConfig, ModelConfig
 from dockyard.engine.checks import PROBE_TEXT, ServerRequirements, check_logprobs, find_card
+from dockyard.engine.custom import CheckedEngine, ModelLimits, context_length, open_custom
 from dockyard.engine.http import ModelServer, read_key
-from dockyard.engine.openai import TextEndpoint, connect_openai, probe_endpoint
-from dockyard.engine.protocol import Engine
+from dockyard.engine.openai import URL_HINT, TextEndpoint, connect_openai, probe_endpoint
+from dockyard.engine.protocol import Engine, EngineSetup
 from dockyard.engine.remote_engine import RemoteEngine, ServedModel, adapter_rank
 from dockyard.engine.sglang import SGLangWire, connect_sglang
 from dockyard.engine.vllm import connect_vllm
@@ -28,7 +29,6 @@ from dockyard.errors import DockyardError
 logger = logging.getLogger(__name__)
 
 _CONNECT = {"vllm": connect_vllm, "sglang": connect_sglang, "openai": connect_openai}
-_URL_HINT = "check `engine.url`; it is what a client takes as its base URL"
 _ROUTER_RETRY_S = 600.0
 """SLiME restarts SGLang servers that died, which can take minutes."""
 
@@ -40,7 +40,7 @@ class EngineSpec:
     engine: EngineConfig
     model: ModelConfig
     model_dir: Path | None
-    """Holds the tokenizer, and for the embedded engine the weights. With None only text can be exchanged."""
+    """Holds the tokenizer, and for an engine that is not a server the weights. With None only text can be exchanged."""
     lora_rank: int
     """Of the adapters that will be published. The rank of `adapter` takes precedence."""
     num_versions: int = 1
@@ -76,8 +76,23 @@ async def _open(spec: EngineSpec, stack: AsyncExitStack) -> Engine | TextEndpoin
     if spec.engine.type == "transformers":
         return await _load_embedded(spec.engine, spec.model, spec.model_dir)
     required = spec.requirements()
+    if spec.engine.is_custom:
+        return await _open_custom(spec, spec.model_dir, required)
     server = serving(spec.engine, spec.model, spec.model_dir, required, spec.log)
     return await connect(await stack.enter_async_context(server), required)
+
+
+async def _open_custom(spec: EngineSpec, model_dir: Path, required: ServerRequirements) -> CheckedEngine:
+    limits = ModelLimits.read(model_dir)
+    setup = EngineSetup(
+        model_dir=model_dir,
+        model=spec.model,
+        context_length=context_length(spec.engine, limits),
+        lora_rank=required.lora_rank,
+        num_versions=required.num_versions,
+    )
+    logger.info("opening %s", spec.engine.type)
+    return await open_custom(spec.engine, setup, limits.vocab_size, required.token_ids)
 
 
 async def _publish(engine: Engine | TextEndpoint, adapter: Path, spec: EngineSpec) -> None:
@@ -103,7 +118,7 @@ async def connect_for_text(config: EngineConfig, model: str) -> TextEndpoint:
     """Connect to an endpoint for text only, whatever it returns: without a tokenizer, token ids are of no use."""
     server = _server(config)
     try:
-        card = await find_card(server, config.model_copy(update={"model": config.model or model}), hint=_URL_HINT)
+        card = await find_card(server, config.model_copy(update={"model": config.model or model}), hint=URL_HINT)
     except BaseException:
         await server.close()
         raise
@@ -164,7 +179,7 @@ async def open_router(
 
     `adapter` names the LoRA adapter to sample from, if the weights are one.
     """
-    server, wire = ModelServer(url, retry_s=_ROUTER_RETRY_S), SGLangWire(tells_versions=True, adapter=adapter)
+    server, wire = ModelServer(url, retry_s=_ROUTER_RETRY_S), SGLangWire(reports_versions=True, adapter=adapter)
     engine = RemoteEngine(server, wire, model)
     try:
         required = ServerRequirements.of(model.name, model_dir, lora_rank=0)

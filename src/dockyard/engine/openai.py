@@ -15,6 +15,8 @@ from dockyard.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+URL_HINT = "check `engine.url`; it is the base URL that a client of the endpoint would use"
+
 
 class TextEndpoint:
     """An endpoint that returns no token ids. Its replies are recorded as text and cannot be trained on exactly."""
@@ -58,7 +60,7 @@ class EndpointProbe:
 async def probe_endpoint(server: ModelServer, config: EngineConfig, text: str) -> EndpointProbe:
     """Complete `text` by one token to see whether the endpoint returns token ids; warn if it does not."""
     path = CompletionsWire.generate_path
-    card = await find_card(server, config, hint="check `engine.url`; it is what a client takes as its base URL")
+    card = await find_card(server, config, hint=URL_HINT)
     probe = {"prompt": text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
     answer = await server.post(path, probe | {"model": card["id"]})
     if answer.status in (401, 403):
@@ -137,7 +139,7 @@ class CompletionsWire:
             top=choice.logprobs.top_logprobs[0] if choice.logprobs.top_logprobs else {},
         )
 
-    def has_forgotten(self, answer: ServerResponse) -> bool:
+    def lacks_adapter(self, answer: ServerResponse) -> bool:
         return False
 
     def command(self, model: str, rank: int) -> str:

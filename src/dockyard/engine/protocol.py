@@ -1,9 +1,14 @@
-"""The protocol of engines, which sample tokens from the policy: token ids in, token ids and logprobs out."""
+"""The protocols of engines, which sample tokens from the policy: token ids in, token ids and logprobs out.
+
+`Engine` is what the gateway and the trainer use. `CustomEngine` is what the class that `engine.type = "module:Class"`
+names must define.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dockyard.config import ModelConfig
 from dockyard.types import Finish, FloatArray, IntArray
 
 
@@ -32,6 +37,7 @@ class Generation:
     logprobs: FloatArray
     """The logprob of each id under the distribution it was sampled from, with temperature."""
     versions: IntArray
+    """The version of the weights that sampled each id: as published, 0 before anything was published."""
     finish: Finish
 
 
@@ -66,3 +72,41 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """The first argument of a custom engine's constructor. The others are `engine.kwargs`."""
+
+    model_dir: Path
+    """The folder of the model: `config.json`, tokenizer and weights."""
+    model: ModelConfig
+    """The section `model` of the settings: name, dtype and device."""
+    context_length: int
+    """The maximum number of prompt and sampled tokens together."""
+    lora_rank: int
+    """The rank of the adapters that will be published."""
+    num_versions: int
+    """How many versions of the weights are sampled from at the same time. Keep as many loaded, if you can."""
+
+
+class CustomEngine(Protocol):
+    """The methods of a class that `engine.type` names. It is created in the event loop, with an `EngineSetup`."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample from the policy. Many calls run concurrently, and one that is cancelled must stop.
+
+        The prompt leaves room for `max_new_tokens` in the context.
+        """
+        ...
+
+    async def publish(self, folder: Path, version: int) -> None:
+        """Sample from the weights in this folder from now on, and discard the KV cache of older weights.
+
+        The folder holds a LoRA adapter in PEFT's format; with `trainer.method = "full"`, a whole model.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the engine holds."""
+        ...

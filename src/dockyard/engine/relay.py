@@ -1,14 +1,18 @@
-"""An engine on another machine, over connections that may drop and a server that may restart.
+"""An engine on another machine, over connections that may drop and a server that may restart: both ends.
 
-Every call has an id: the server executes it once and returns its answer whenever it is requested. A server that has
-restarted is brought up to date before it gets another call.
+Every call has an id: the server (`RelayServer`) executes it once and returns its answer whenever it is requested. The
+client (`Relay`) repeats what was lost. A server that has restarted is brought up to date before it gets another call.
 """
 
 import asyncio
+import hmac
 import json
 import logging
+import secrets
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -16,9 +20,10 @@ from uuid import uuid4
 
 import aiohttp
 import numpy as np
+from aiohttp import web
 
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
-from dockyard.errors import EngineError
+from dockyard.errors import DockyardError, EngineError
 from dockyard.types import Finish, Json
 
 logger = logging.getLogger(__name__)
@@ -30,9 +35,16 @@ _CALL_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10, sock_read=90)
 _MOST_BOOTS = 5
 _HINT = "look at its log: its machine may have too little memory"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
+_WAIT_S = 20.0
+"""How long the server waits before it answers that a call is pending. Connections rarely drop so early."""
+_LARGEST_BODY = 2**31
+REMEMBERED = 256
+"""The number of calls whose answers the server keeps, in case a response is lost."""
 
 type RelayCall = Callable[[str, Json], Awaitable[Json]]
 """Makes a call: its kind and body; returns the answer."""
+type Handler = Callable[[Json], Awaitable[Json]]
+"""Executes a call of one kind: its body in, the answer out."""
 type Find = Callable[[], Awaitable[str | None]]
 """Returns the server's address; None while it has none. Raises DockyardError if it will not come back."""
 
@@ -84,7 +96,7 @@ class Relay:
             link = await self._connected()
             boots.add(link.boot)
             if len(boots) > _MOST_BOOTS:
-                message = f"the policy was gone {_MOST_BOOTS} times before it had answered one call (`{kind}`)"
+                message = f"the policy's server restarted {_MOST_BOOTS} times before it answered one call (`{kind}`)"
                 raise EngineError(message, hint=_HINT)
             try:
                 return await self._ask(link, name, kind, body)
@@ -136,7 +148,7 @@ class Relay:
 
         self._tried.add(link.boot)
         if len(self._tried) > _MOST_BOOTS:
-            message = f"the policy started {_MOST_BOOTS} times and was gone each time before it was up to date"
+            message = f"the policy's server started {_MOST_BOOTS} times and ended each time before it was up to date"
             raise EngineError(message, hint=_HINT)
         await self._on_boot(call)
         self._boot = link.boot
@@ -159,7 +171,10 @@ class Relay:
         if status == FAILED:
             raise EngineError(str(answer["message"]), hint=str(answer["hint"]))
         if status == 401:
-            raise EngineError(f"`{link.url}` rejects our token", hint="another run's policy is there: start again")
+            raise EngineError(
+                f"`{link.url}` rejects our token",
+                hint="another run uses this address: start again",
+            )
         if status != 200:  # tunnels have many ways to say that nothing is behind them
             raise _LostError(f"HTTP {status}")
         self._heard = time.monotonic()
@@ -274,3 +289,108 @@ def read_generation(body: Json) -> Generation | ContextOverflow:
         versions=np.array(body["versions"], np.int32),
         finish=Finish(body["finish"]),
     )
+
+
+class RelayServer:
+    """The other end: one process of a server. It has no memory of calls to earlier processes.
+
+    A response is sent before a connection is likely to drop, so the answer of a long call is requested several times.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler], token: str, *, wait_s: float = _WAIT_S) -> None:
+        self.boot = secrets.token_hex(8)
+        self._handlers = handlers
+        self._token = token
+        self._wait_s = wait_s
+        self._calls: dict[str, asyncio.Task[Json]] = {}
+        self._over: deque[str] = deque()
+        self._runner: web.AppRunner | None = None
+        self._heard = time.monotonic()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Listen on this socket."""
+        app = web.Application(middlewares=[self._guard], client_max_size=_LARGEST_BODY)
+        app.router.add_get("/boot", self._report_boot)
+        app.router.add_post("/calls/{name}", self._begin)
+        app.router.add_get("/calls/{name}", self._report)
+        app.router.add_delete("/calls/{name}", self._cancel)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+
+    async def until_idle(self, idle_s: float) -> None:
+        """Wait until no call has been in progress for `idle_s` seconds."""
+        while (left := self._heard + idle_s - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+            if any(not call.done() for call in self._calls.values()):
+                self._heard = time.monotonic()
+
+    async def close(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        if self._runner:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return web.json_response({"message": "wrong token"}, status=401)
+        if request.headers.get(BOOT_HEADER, self.boot) != self.boot:
+            return web.json_response({"boot": self.boot}, status=OTHER_BOOT)
+        self._heard = time.monotonic()
+        return await handler(request)
+
+    async def _report_boot(self, _: web.Request) -> web.Response:
+        return web.json_response({"boot": self.boot})
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._calls:
+            sent = await request.json()
+            if name not in self._calls:  # a copy of the call may have arrived while this body was read
+                self._calls[name] = call = asyncio.create_task(self._carry_out(sent["kind"], sent["body"]))
+                call.add_done_callback(lambda _: self._remember(name))
+        return await self._answer(self._calls[name])
+
+    async def _report(self, request: web.Request) -> web.Response:
+        call = self._calls.get(request.match_info["name"])
+        return await self._answer(call) if call else web.json_response({}, status=404)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        if call := self._calls.get(request.match_info["name"]):
+            call.cancel()
+        return web.json_response({})
+
+    async def _carry_out(self, kind: str, body: Json) -> Json:
+        if kind not in self._handlers:
+            raise DockyardError(f"`{kind}` is not a known call", hint="both ends need the same version of dockyard")
+        return await self._handlers[kind](body)
+
+    async def _answer(self, call: asyncio.Task[Json]) -> web.Response:
+        await asyncio.wait({call}, timeout=self._wait_s)
+        if not call.done():
+            return web.json_response({}, status=PENDING)
+        if call.cancelled():  # this server is ending: the next one gets the call
+            return web.json_response({}, status=503)
+        match call.exception():
+            case None:
+                return web.json_response(call.result())
+            case DockyardError() as error:
+                return _failure(error.message, error.hint)
+            case error:
+                logger.error("a call failed", exc_info=error)
+                return _failure(f"the policy's {type(error).__name__}: {error}", "its log says more")
+
+    def _remember(self, name: str) -> None:
+        """Forget the call that ended first."""
+        self._over.append(name)
+        if len(self._over) > REMEMBERED:
+            del self._calls[self._over.popleft()]
+
+
+def _failure(message: str, hint: str) -> web.Response:
+    return web.json_response({"message": message, "hint": hint}, status=FAILED)

@@ -80,7 +80,7 @@ class Wire(Protocol):
         """Read an answer; raises ValidationError if it is not as documented."""
         ...
 
-    def has_forgotten(self, answer: ServerResponse) -> bool:
+    def lacks_adapter(self, answer: ServerResponse) -> bool:
         """Whether an error says that the named adapter is not loaded."""
         ...
 
@@ -200,7 +200,7 @@ class RemoteEngine:
     async def _sample(self, request: GenerateRequest, adapter: _Adapter) -> Draw:
         ask = Ask(request=request, model=self._served.name, adapter=adapter.name)
         answer = await self._ask(ask)
-        if adapter.name and self._wire.has_forgotten(answer):
+        if adapter.name and self._wire.lacks_adapter(answer):
             await self._reload(adapter)
             answer = await self._ask(ask)
         return read_draw(self._server, self._wire, answer)

@@ -27,9 +27,9 @@ class SGLangWire:
     adapters_path = ""
     abort_path = "/abort_request"
 
-    def __init__(self, *, tells_versions: bool = False, adapter: str | None = None) -> None:
-        """`tells_versions`: another program loads weights into the server, possibly as `adapter`, and numbers them."""
-        self._tells_versions = tells_versions
+    def __init__(self, *, reports_versions: bool = False, adapter: str | None = None) -> None:
+        """`reports_versions`: another program loads weights into the server, maybe as `adapter`, and numbers them."""
+        self._reports_versions = reports_versions
         self._adapter = adapter
 
     def body(self, ask: Ask) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class SGLangWire:
             finish="length" if meta.is_cut else meta.finish_reason.text,
             cut=meta.is_cut,
             top={str(token): logprob for position in meta.output_top_logprobs[:1] for logprob, token, _ in position},
-            version=int(version) if self._tells_versions and version.isdecimal() else None,
+            version=int(version) if self._reports_versions and version.isdecimal() else None,
         )
 
-    def has_forgotten(self, answer: ServerResponse) -> bool:
+    def lacks_adapter(self, answer: ServerResponse) -> bool:
         return answer.status == 400 and "never been loaded" in answer.reason
 
     def command(self, model: str, rank: int) -> str:
@@ -106,7 +106,7 @@ class _Meta(BaseModel):
         return self.finish_reason.text == "abort"
 
     @model_validator(mode="after")
-    def _tells_tokens(self) -> Self:
+    def _has_tokens(self) -> Self:
         """Require token logprobs, except of a generation that was aborted before it started."""
         if not self.is_cut and "output_token_logprobs" not in self.model_fields_set:
             raise ValueError("no `output_token_logprobs`")

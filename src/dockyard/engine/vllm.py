@@ -68,7 +68,7 @@ class VLLMWire:
             top={entry.key: entry.logprob for position in positions[:1] for entry in position.top_logprobs},
         )
 
-    def has_forgotten(self, answer: ServerResponse) -> bool:
+    def lacks_adapter(self, answer: ServerResponse) -> bool:
         return answer.status == 404
 
     def command(self, model: str, rank: int) -> str:

@@ -177,7 +177,7 @@ def _copy_weights(folder: Path, model: Any) -> None:
         own = dict(model.named_parameters())
         if {name: tensor.shape for name, tensor in saved.items()} != {name: t.shape for name, t in own.items()}:
             raise EngineError(
-                f"the model in `{folder}` has other weights than `{model.config.model_type}` here",
+                f"the weights in `{folder}` do not have the names and shapes of this `{model.config.model_type}` model",
                 hint="choose a folder of the same model",
             )
         for name, tensor in saved.items():

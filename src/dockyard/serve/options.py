@@ -112,7 +112,7 @@ class ServeOptions:
 def serve_problems(config: ServeConfig) -> list[SettingProblem]:
     """Return the settings that are missing, or that have no effect because of others."""
     found = without_effect(config, _ignored(config), {key: flag for flag, key in ALIASES.items()})
-    if config.engine.type != "transformers" and config.engine.url is None:
+    if config.engine.is_server and config.engine.url is None:
         message = f"`--engine {config.engine.type}` needs the URL of a server, and `engine.url` is not set"
         found.append(SettingProblem(message, "`--engine-url http://localhost:8000` names the server"))
     return found
@@ -122,7 +122,7 @@ def _ignored(config: ServeConfig) -> Ignored:
     by_engine = ignored_by_engine(config.engine.model_copy(update={"launch": False}))
     ignored = {when: tuple(key for key in keys if key not in LAUNCH_SETTINGS) for when, keys in by_engine.items()}
     ignored["a model is served: `dockyard serve` starts no vLLM server"] = LAUNCH_SETTINGS
-    if config.engine.type != "transformers":
+    if config.engine.is_server:
         ignored[f"`--engine` is `{config.engine.type}`: the server decides it"] = ("model.dtype", "model.device")
     return ignored
 

@@ -12,6 +12,7 @@ from yarl import URL
 
 from dockyard import process
 from dockyard.collect.open import ModelFiles, find_files
+from dockyard.engine.custom import check_engine
 from dockyard.engine.open import EngineSpec, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
@@ -36,6 +37,7 @@ _ALL_ADDRESSES = ("0.0.0.0", "::", "")
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
     """Serve until a signal arrives. Check what can be checked before loading weights."""
     config = options.config
+    check_engine(config.engine)
     _check_address(config.host, config.port)
     if config.admin_port:
         _check_address("127.0.0.1", config.admin_port)

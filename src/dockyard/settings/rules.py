@@ -58,8 +58,10 @@ def ignored_by_engine(engine: EngineConfig) -> Ignored:
         f"`engine.type` is `{engine.type}`": (
             True,
             (
-                *(_EMBEDDED_ONLY if engine.type != "transformers" else _SERVER_ONLY),
+                *(_EMBEDDED_ONLY if engine.type != "transformers" else ()),
+                *(_SERVER_ONLY if not engine.is_server else ()),
                 *(("engine.launch",) if engine.type != "vllm" else ()),
+                *(("engine.kwargs",) if not engine.is_custom else ()),
             ),
         ),
         "`engine.launch` is true": (engine.launch, ("engine.url", "engine.model", "engine.api_key_env")),
@@ -85,7 +87,7 @@ def _missing(config: RunConfig) -> list[SettingProblem]:
                 "`--tasks.dataset PATH` names a Harbor job, a run folder or a file of samples",
             )
         )
-    if config.engine.type != "transformers" and config.engine.url is None and not config.engine.launch:
+    if config.engine.is_server and config.engine.url is None and not config.engine.launch:
         found.append(
             SettingProblem(
                 f"`engine.url` is not set, and `engine.type` is `{config.engine.type}`",

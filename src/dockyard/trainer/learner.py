@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from dockyard.config import RunConfig
+from dockyard.engine.custom import CheckedEngine
 from dockyard.engine.embedded.engine import TransformersEngine
-from dockyard.engine.protocol import Engine
+from dockyard.engine.protocol import Engine, GenerateRequest, Generation
 from dockyard.engine.weights import load_model, quantised_share
-from dockyard.rl.pack import examples_of, pack
+from dockyard.rl.pack import Example, examples_of, pack
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.memory import beside_training, refuse_too_large
 from dockyard.trainer.policy import Policy
@@ -34,6 +35,9 @@ _UNLIKELY = 0.01
 _MAX_SEGMENTS = 64
 """Enough for an estimate with two digits."""
 _WORTH_QUANTISING = 0.5
+_COMPARED_TOKENS = 32
+_MOST_DISTANCE = 0.5
+"""In nats. Another number format, 4 bits included, costs less; another model or a wrong temperature more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,27 @@ class LocalLearner:
         if self.engine:
             await self.engine.publish(folder, self.version)
 
+    async def check_engine(self, engine: CheckedEngine, prompt_ids: Sequence[int]) -> None:
+        """Compare the engine's logprobs with the policy's before the first update, while both have the same weights."""
+        if self.version > 0:
+            return
+        request = GenerateRequest(
+            prompt_ids=np.array(prompt_ids, np.int32),
+            max_new_tokens=_COMPARED_TOKENS,
+            temperature=self.config.sampling.temperature,
+            stop_ids=frozenset(),
+            seed=self.config.seed,
+        )
+        found = await engine.generate(request)
+        if isinstance(found, Generation):
+            logprobs = await self._in_thread(_logprobs_of, self.policy, request, found)
+            distance = float(np.abs(logprobs - found.logprobs).mean())
+            if distance > _MOST_DISTANCE:
+                raise engine.error(
+                    f"returned logprobs that are {distance:.2f} nats off on average from those of "
+                    f"`{self.config.model.name}` in the trainer, over {len(logprobs)} tokens"
+                )
+
     async def checkpoint(self) -> None:
         if is_saved(self.config, self.version):
             await self._in_thread(self._save)
@@ -121,6 +146,14 @@ class LocalLearner:
         with self.run.checkpoints.new(self.version) as folder:
             self.policy.save(folder)
         self.run.checkpoints.keep_last(self.config.trainer.keep_last)
+
+
+def _logprobs_of(policy: Policy, request: GenerateRequest, found: Generation) -> FloatArray:
+    ids = np.concatenate([request.prompt_ids, found.token_ids])
+    targets = np.arange(len(request.prompt_ids), len(ids), dtype=np.int32)
+    [row] = pack([Example(token_ids=ids, targets=targets, old_logprobs=None, advantage=0, weight=0)], len(ids))
+    with torch.no_grad():
+        return policy.logprobs(row).float().cpu().numpy()
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@
 
     mode           rollouts are sampled by                      the policy is trained
     EmbeddedMode   the embedded engine, in this process         in this process; the engine shares its frozen weights
-    ServedMode     a vLLM or SGLang server that takes adapters  in this process
+    ServedMode     a vLLM or SGLang server that takes adapters, in this process
+                   or the user's own engine
     TextMode       an endpoint that returns text only           in this process; nothing serves it
     RemoteMode     the engine beside the policy                 on another machine
     RecordedMode   no engine: they are read from disk           as in one of the others, which attempts held-out tasks
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from dockyard.collect.task_sets import TaskSets
 from dockyard.config import EngineConfig, RunConfig
+from dockyard.engine.custom import CheckedEngine
 from dockyard.engine.open import EngineSpec, open_engine, text_endpoint, text_only_model
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
@@ -79,7 +81,10 @@ class EmbeddedMode:
 
 @dataclass(frozen=True, slots=True)
 class ServedMode:
-    """A vLLM or SGLang server samples, beside the trainer or elsewhere. It loads each version as a LoRA adapter."""
+    """An engine samples that has weights of its own: a vLLM or SGLang server, or a class of the user's.
+
+    It loads each version as a LoRA adapter.
+    """
 
     engine: EngineConfig
 
@@ -93,6 +98,8 @@ class ServedMode:
             learner = await load_learner(
                 inputs.run, inputs.model_dir, progress.say, engine=engine, recorded=inputs.recorded
             )
+            if isinstance(engine, CheckedEngine):
+                await learner.check_engine(engine, self.spec(inputs).requirements().token_ids)
             async with _attempts(inputs, progress, engine) as attempts:
                 yield Parts(rollouts=attempts, learner=learner, attempts=attempts)
 
@@ -262,13 +269,13 @@ def check_method(config: RunConfig, *, remote: bool) -> None:
 
 
 def _check_takes_all_weights(config: RunConfig, *, remote: bool) -> None:
-    """Only the embedded engine takes all weights: the others take adapters."""
+    """Servers take adapters only."""
     if remote:
         raise UsageError(
             "`trainer.method` is `full`, and a policy on another machine sends adapters only",
             hint="`--env modal` runs all of it there; `--trainer.method lora` trains an adapter",
         )
-    if makes_rollouts(config) and config.engine.type != "transformers":
+    if makes_rollouts(config) and config.engine.is_server:
         raise UsageError(
             f"`trainer.method` is `full`, but `engine.type` `{config.engine.type}` takes adapters only",
             hint="`--engine.type transformers` takes all weights; `--trainer.method lora` trains an adapter",

@@ -17,8 +17,7 @@ from dockyard.backends.modal.learner import CHUNK, read_groups
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.protocol import Engine
-from dockyard.engine.relay import read_request, write_generation
-from dockyard.engine.relay_server import Handler, RelayServer
+from dockyard.engine.relay import Handler, RelayServer, read_request, write_generation
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.learner import LocalLearner, open_embedded_learner

@@ -80,6 +80,7 @@ _IGNORED = {
     "tracker.tensorboard": _OWN_TRACKERS,
     "tracker.trackio": _OWN_TRACKERS,
     "engine.type": _OWN_ENGINE,
+    "engine.kwargs": _OWN_ENGINE,
     "engine.url": _OWN_ENGINE,
     "engine.model": _OWN_ENGINE,
     "engine.api_key_env": _OWN_ENGINE,

@@ -67,6 +67,7 @@ _IGNORED = {
     "tracker.trackio": _OWN_TRACKERS,
     "model.device": "it trains on GPUs only",
     "engine.type": _OWN_ENGINE,
+    "engine.kwargs": _OWN_ENGINE,
     "engine.url": _OWN_ENGINE,
     "engine.model": _OWN_ENGINE,
     "engine.api_key_env": _OWN_ENGINE,

@@ -84,7 +84,7 @@ class Next:
     """A random number in [0, 1)."""
 
 
-_NOBODY = Next(token_id=0, start=SCRATCH.start, length=1, temperature=1.0, draw=0.0)
+_PADDING = Next(token_id=0, start=SCRATCH.start, length=1, temperature=1.0, draw=0.0)
 
 
 class PackedModel(Protocol):
@@ -144,7 +144,7 @@ class _Step:
 
     def fill(self, rows: Sequence[Next], num_shared: int = 0) -> None:
         self._limits[2] = num_shared
-        rows = [*rows, *[_NOBODY] * (self._inputs_5B.shape[1] - len(rows))]
+        rows = [*rows, *[_PADDING] * (self._inputs_5B.shape[1] - len(rows))]
         columns = [(row.token_id, row.start, row.length, row.temperature, row.draw) for row in rows]
         self._inputs_5B.copy_(torch.from_numpy(np.array(columns, dtype=np.float64).T))
 

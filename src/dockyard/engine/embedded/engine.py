@@ -162,7 +162,7 @@ def _context_length(config: EngineConfig, model_length: int, pool_length: int) -
     if config.context_length is not None and pool_length < wanted:
         raise EngineError(
             f"`engine.context_length` is {wanted:,} tokens, and there is memory for keys and values of {pool_length:,}",
-            hint=f"`--engine.context_length {pool_length}`, or more memory by `--engine.kv_cache_gb`",
+            hint=f"`--engine.context_length {pool_length}`, or give it more memory with `--engine.kv_cache_gb`",
         )
     return min(wanted, pool_length)
 

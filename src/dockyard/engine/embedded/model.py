@@ -274,13 +274,13 @@ class Piece:
     """The start of the sequence in the pool."""
 
 
-_NOBODY = Piece(np.zeros(1, np.int32), 0, SCRATCH.start)
+_PADDING = Piece(np.zeros(1, np.int32), 0, SCRATCH.start)
 
 
 def pack(pieces: Sequence[Piece], device: torch.device) -> Packed:
     """Pack pieces for one pass."""
     if device.type == "cuda":
-        pieces = [*pieces, _NOBODY]  # the compiler specialises on size 1, so there are always at least two
+        pieces = [*pieces, _PADDING]  # the compiler specialises on size 1, so there are always at least two
     counts = [len(piece.token_ids) for piece in pieces]
     lengths = [piece.num_known + count for piece, count in zip(pieces, counts, strict=True)]
     starts = [piece.start for piece in pieces]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dockyard.engine.embedded.allocator import Beginning, Known, Region, longest_beginning
 from dockyard.engine.embedded.decode import Next, Steps, sample
-from dockyard.engine.embedded.kv import KVPool
+from dockyard.engine.embedded.kv import Beginning, Known, KVPool, Region, longest_beginning
 from dockyard.engine.embedded.model import Piece, PooledModel, pack
 from dockyard.engine.protocol import GenerateRequest, Generation
 from dockyard.errors import EngineError
@@ -305,5 +304,5 @@ def _next(row: DecodeRequest) -> Next:
 def _no_memory(row: DecodeRequest) -> EngineError:
     return EngineError(
         f"there is no memory for the keys and values of a request of {len(row):,} tokens",
-        hint="give the engine more by `--engine.kv_cache_gb`, or lower `--trainer.micro_batch_tokens`",
+        hint="give the engine more with `--engine.kv_cache_gb`, or lower `--trainer.micro_batch_tokens`",
     )
