@@ -10,6 +10,7 @@ from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.folder import load_tasks
+from dockyard.tasks.order import load_order
 from dockyard.tasks.sources import SourceRequest, find_source
 from dockyard.tasks.split import read_split, split_tasks, write_split
 from dockyard.types import Task
@@ -28,6 +29,8 @@ def check_tasks(config: RunConfig) -> None:
     find_source(config.tasks.source).check(config.tasks)
     if config.tasks.heldout:
         load_tasks(config.tasks.heldout)
+    if config.tasks.order:
+        load_order(config.tasks.order)
 
 
 def task_sets(run: RunDir) -> TaskSets:
