@@ -235,13 +235,14 @@ def _provided_tasks(
 
 
 def _as_paths(returned: object, source: str, side: str) -> list[Path]:
+    shown = str(returned)[:60]
     if isinstance(returned, list | tuple):
         items = cast(Sequence[object], returned)
         paths = [item for item in items if isinstance(item, Path)]
         if len(paths) == len(items):
             return paths
     raise UsageError(
-        f"`tasks.source` is `{source}`, whose `{side}` returned `{str(returned)[:60]}`; it must return a list of paths",
+        f"`tasks.source` is `{source}`, whose `{side}` returned `{shown}`; it must return a list of paths",
         hint="return the `Path` of each task folder",
     )
 
