@@ -231,12 +231,20 @@ def test_settings_that_it_does_not_read_are_refused(words: list[str], message: s
 
 
 def test_what_it_reads_is_accepted_and_shown(capsys: pytest.CaptureFixture[str]):
+    replace_source(f"{SOURCE}\ndef order(tasks, history, count, rng): ...\n")
     words = ["--tasks.source=mine:Tasks", "--tasks.kwargs.count=3", '--tasks.ids=["a"]', "--tasks.limit=2"]
     assert main(["train", "--dry-run", *words, "--tasks.order=mine:order", "--eval.samples=2"]) == 0
     shown = capsys.readouterr().out
     assert 'source = "mine:Tasks"' in shown
     assert "kwargs = { count = 3 }" in shown
     assert 'order = "mine:order"' in shown
+
+
+def test_a_dry_run_checks_the_class_and_the_function(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--dry-run", "--tasks.source=mine:Tasks", "--tasks.kwargs.rows=3"]) == 2
+    assert "got an unexpected keyword argument 'rows'" in capsys.readouterr().err
+    assert main(["train", "--dry-run", "--tasks.source=demo", "--tasks.order=mine:order"]) == 2
+    assert "`tasks.order` is `mine:order`, but" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", [SLIME, PRIME_RL], ids=["slime", "prime-rl"])

@@ -122,6 +122,7 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
     settings = arguments.read()
     config = settings.config
     if arguments.dry_run:
+        _check_extensions(config)
         print_data(config.model_dump_json(indent=2) + "\n" if arguments.json else to_toml(config))
         return 0
     work = prepare(config)
@@ -139,6 +140,14 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
         if arguments.json:
             print_data(json.dumps(run.read_summary(), indent=2) + "\n")
     return code
+
+
+def _check_extensions(config: RunConfig) -> None:
+    """Check the classes and functions that the settings name. `prepare` does this as well."""
+    if config.tasks.is_custom or config.tasks.order:
+        from dockyard.collect.task_sets import check_extensions
+
+        check_extensions(config.tasks)
 
 
 def short(path: Path) -> Path:
