@@ -1,5 +1,6 @@
 """`tasks.source = "module:Class"`: what a class of the user's may provide, and what is said when it is wrong."""
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -280,3 +281,13 @@ def test_a_wrong_order_is_refused_with_the_right_signature(code: str, message: s
 def test_an_evaluation_without_held_out_tasks_says_what_to_set(capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "--tasks.source=mine:Tasks", "--tasks.kwargs.held=0", "--agent=oracle"]) == 2
     assert "`tasks.source` is `mine:Tasks`, which has no held-out tasks" in capsys.readouterr().err
+
+
+def test_a_backend_gets_its_tasks_as_a_list(capsys: pytest.CaptureFixture[str]):
+    words = ["--model.name=Qwen/Qwen3-8B", "--slime.checkout=slime", "--tasks.source=mine:Tasks", "--run_dir=fresh"]
+    assert main(["backend", "slime", "--write", *words, "--tasks.kwargs.held=0"]) == 2
+    assert "`mine:Tasks`, which has no held-out tasks, but slime evaluates" in capsys.readouterr().err
+    assert main(["backend", "slime", "--write", *words]) == 0
+    listed = json.loads(Path("fresh/task-list.json").read_text())
+    assert [task["name"] for task in listed["train"]] == ["train-0", "train-1", "train-2"]
+    assert [task["name"] for task in listed["heldout"]] == ["heldout-0"]

@@ -187,8 +187,13 @@ def write_task(folder: Path, files: Mapping[str, str | bytes | Path]) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
-        for name, content in files.items():
-            _write(draft / name, content)
+        write_files(draft, files)
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes | Path]) -> None:
+    """Write files to a folder as `write_task` does, in place and without waiting for the disk."""
+    for name, content in files.items():
+        _write(folder / name, content)
 
 
 def _write(file: Path, content: str | bytes | Path) -> None:

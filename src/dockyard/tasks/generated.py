@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 
 from dockyard.config import TasksConfig
+from dockyard.tasks.folder import write_files
 from dockyard.tasks.sources import ProvidedTasks
 
 _TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
@@ -151,12 +152,7 @@ def _write_task(path: Path, toml: str, draft: Draft) -> None:
         "solution/solve.sh": f"#!/bin/bash\ncd /app\n{draft.solution}\n",
         **{f"environment/files/{file}": text for file, text in draft.files.items()},
     }
-    for file, text in contents.items():
-        target = path / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-        if target.suffix == ".sh":
-            target.chmod(0o755)
+    write_files(path, contents)
 
 
 def _write(rng: random.Random, vocabulary: Vocabulary) -> Draft:
