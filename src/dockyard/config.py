@@ -29,6 +29,10 @@ Resumable = Annotated[T, OnResume.MAY_CHANGE]
 
 HTTP_URL = r"^https?://[^\s@]+$"
 ENGINE = rf"^(transformers|vllm|sglang|openai|{REFERENCE})$"
+FUNCTION = rf"^{REFERENCE}$"
+TASK_SOURCES = ("folder", "demo", "trail", "harbor", "swebench", "c2bug", "recorded")
+"""The values of `tasks.source` that are not a reference to a class of the user's."""
+SOURCE = rf"^({'|'.join(TASK_SOURCES)}|{REFERENCE})$"
 
 
 class Config(BaseModel):
@@ -52,15 +56,18 @@ class ModelConfig(Config):
     """Where the embedded engine and the trainer run. `auto` uses the GPU if there is one."""
 
 
-type TaskSource = Literal["folder", "demo", "trail", "harbor", "swebench", "c2bug", "recorded"]
-
-
 class TasksConfig(Config):
     """The tasks to train and evaluate on."""
 
-    source: Fixed[TaskSource] = "folder"
+    source: Fixed[str] = Field(default="folder", pattern=SOURCE)
     """Where tasks come from. `folder` reads task folders, `harbor` downloads a Harbor dataset, `demo`, `trail`,
-    `swebench` and `c2bug` generate tasks, `recorded` trains on rollouts that exist already."""
+    `swebench` and `c2bug` generate tasks, `recorded` trains on rollouts that exist already. `module:Class` is your own
+    source."""
+    kwargs: Fixed[dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments for the constructor of your own source."""
+    order: Fixed[str | None] = Field(default=None, pattern=FUNCTION)
+    """Your own function, `module:name`, that chooses the tasks of each training step from the rewards so far (a
+    curriculum). None attempts each task once per pass, in an order that the run's seed determines."""
     train: Fixed[Path | None] = None
     """A task folder, or a folder of task folders. Required when `source` is `folder`."""
     heldout: Fixed[Path | None] = None
@@ -95,8 +102,14 @@ class TasksConfig(Config):
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are tasks to evaluate on."""
-        return self.source in ("demo", "trail") or self.heldout is not None or self.heldout_share > 0
+        """Whether there are tasks to evaluate on. A source of the user's may have some, which is known later."""
+        has_own = self.source in ("demo", "trail") or self.is_custom
+        return has_own or self.heldout is not None or self.heldout_share > 0
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `source` names a class of the user's."""
+        return ":" in self.source
 
 
 class AgentConfig(Config):

@@ -9,11 +9,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from dockyard.errors import UsageError
+from dockyard.errors import DockyardError, UsageError
 
 REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """`module:name`, as a regular expression."""
@@ -40,9 +41,14 @@ def load_function[**P, T](reference: str, setting: str, like: Callable[P, T]) ->
     return function
 
 
-def load_methods(reference: str, setting: str, like: type, *, optional: bool = False) -> Any:
-    """An instance of the class that `setting` names, as `load_class` returns it, created without arguments."""
-    return _instance(load_class(reference, setting, like, optional=optional), reference, setting)
+def load_methods(
+    reference: str, setting: str, like: type, *, optional: bool = False, kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """An instance of the class that `setting` names, as `load_class` returns it.
+
+    `kwargs` are the keyword arguments of its constructor, which the setting `kwargs` of the same section holds.
+    """
+    return _instance(load_class(reference, setting, like, optional=optional), reference, setting, kwargs)
 
 
 def load_class(reference: str, setting: str, like: type, *, optional: bool = False) -> type[Any]:
@@ -147,12 +153,24 @@ def _outline(like: type, optional: bool) -> str:
     return ("one or more of " if optional else "") + ", ".join(lines)
 
 
-def _instance(kind: type, reference: str, setting: str) -> Any:
+def _instance(kind: type, reference: str, setting: str, kwargs: Mapping[str, Any] | None) -> Any:
     try:
-        inspect.signature(kind).bind()
+        inspect.signature(kind).bind(**(kwargs or {}))
     except TypeError as error:
-        raise UsageError(
-            f"`{setting}` is `{reference}`, which cannot be created without arguments: {error}",
-            hint=f"give the parameters of `{kind.__name__}.__init__` default values",
-        ) from error
-    return kind()
+        if kwargs is None:
+            how, hint = "without arguments", f"give the parameters of `{kind.__name__}.__init__` default values"
+        else:
+            section = f"{setting.rpartition('.')[0]}.kwargs"
+            how, hint = f"with the arguments in `{section}`", f"it is `{_signature(kind, kind.__name__)[4:]}`"
+        raise UsageError(f"`{setting}` is `{reference}`, which cannot be created {how}: {error}", hint=hint) from error
+    return kind(**(kwargs or {}))
+
+
+def failed_call(error: Exception, reference: str, setting: str, about: str) -> DockyardError:
+    """The error of a run that stops because a user's function raised `error` when it was called about something."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return DockyardError(
+        f"`{setting}` is `{reference}`, which failed on {about}: {type(error).__name__}: {error}{place}",
+        hint="fix the function, then `--resume` the run: what was recorded is kept",
+    )

@@ -1,9 +1,17 @@
 """Runs of the tiny model that are killed and resumed: real trials in sandboxes, the same bits every time."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+from processes import Process, descendants
 from tiny_policy import tiny_model_dir
 
+PATIENCE_S = 1200  # only against hanging
+COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
 TASKS_PER_STEP, GROUP_SIZE = 2, 4
 # A random model solves nothing, so the reward is the length of what it said, modulo 7: every group has a difference.
 TEST_SH = 'echo "$(( $(wc -c < /app/reply.txt) % 7 ))" > /logs/verifier/reward.txt\n'
@@ -49,3 +57,25 @@ def num_recorded(run: Path) -> int:
 
 def adapter(run: Path, version: int) -> bytes:
     return (run / f"adapters/v{version:05}/adapter_model.safetensors").read_bytes()
+
+
+def start(arguments: list[str], log: Path, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    """`dockyard train` in a process of its own, which finds the modules beside this one."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with log.open("ab") as out:
+        return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out, cwd=cwd)
+
+
+def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
+    """Returns what it had started and what should have ended with it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while num_recorded(run) < recorded:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return started

@@ -1,28 +1,21 @@
 """`kill -9` at random moments of a real run, then `--resume`: the same bits as a run that was never killed."""
 
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
-from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, num_recorded, write_tasks
+from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, kill_after, num_recorded, start, write_tasks
 from killable_runs import settings as killable_settings
-from processes import Process, descendants, wait_until_gone
+from processes import wait_until_gone
 
 import dockyard
 from dockyard.run_dir.run import RunDir, step_phase
 
 STEPS, NUM_HELDOUT = 5, 3
-PATIENCE_S = 1200  # only against hanging
 KILLED_BY_0_1_0 = Path(__file__).parents[1] / "data/killed_run.tar.xz"
 """A run of two steps that was killed in the second, in the folder `/tmp/old`, as version 0.1.0 left it."""
-COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
 
 
 def settings(folder: Path) -> list[str]:
@@ -36,27 +29,6 @@ def settings(folder: Path) -> list[str]:
         "eval.every": 2,
     }
     return [f"--{key}={value}" for key, value in values.items()]
-
-
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    paths = [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with log.open("ab") as out:
-        return subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=out, stderr=out)
-
-
-def kill_after(process: subprocess.Popen[bytes], run: Path, recorded: int, delay_s: float) -> set[Process]:
-    """Returns what it had started and what should have ended with it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while num_recorded(run) < recorded:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(delay_s)
-    started = descendants(process.pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    return started
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.soak)])

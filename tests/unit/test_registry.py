@@ -11,8 +11,8 @@ from harbor.registry.client.package import PackageDatasetClient
 
 from dockyard.errors import DockyardError, UsageError
 from dockyard.tasks import registry as module
-from dockyard.tasks.registry import check_reach, fetch_and_keep, find_kept, load_dataset, select_tasks
-from dockyard.tasks.split import Selection
+from dockyard.tasks.registry import check_reach, fetch_and_keep, find_kept, load_dataset
+from dockyard.tasks.split import Selection, select_tasks
 from dockyard.types import Task
 
 

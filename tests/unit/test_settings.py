@@ -545,4 +545,4 @@ def test_what_a_value_must_be_is_said_in_words(key: str, expected: str):
 
 
 def test_a_setting_whose_type_has_a_name_lists_its_choices():
-    assert "--tasks.source folder|demo|trail|harbor|swebench|c2bug|recorded  (" in settings_help(RunConfig)
+    assert "--environment.seal off|processes|standard|strict  (" in settings_help(RunConfig)

@@ -3,14 +3,13 @@
 import json
 import os
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from trials import write_task
 
 from dockyard.cli import main
 from dockyard.collect.task_sets import check_tasks, task_sets
-from dockyard.config import RunConfig, TasksConfig, TaskSource
+from dockyard.config import TASK_SOURCES, RunConfig, TasksConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.settings.load import load_run_config
@@ -32,7 +31,9 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def test_the_table_has_exactly_the_sources_that_the_setting_accepts():
-    assert set(SOURCES) == set(get_args(TaskSource.__value__))
+    assert set(SOURCES) == set(TASK_SOURCES)
+    for name in SOURCES:
+        TasksConfig(source=name)
 
 
 @pytest.mark.parametrize("name", SOURCES)

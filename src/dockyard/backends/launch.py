@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from dockyard import supervise
 from dockyard.collect.task_sets import TaskSets, task_sets
 from dockyard.config import RunConfig
-from dockyard.errors import DockyardError
+from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.blame import DockerUnreachableError
 from dockyard.rollout.docker.docker_cli import DockerError
 from dockyard.rollout.docker.site import remove_leftovers
@@ -145,6 +145,11 @@ def refuse_ignored(backend: Backend, config: RunConfig, written: Provenance) -> 
 def prepare(backend: Backend, run: RunDir) -> BackendLaunch:
     """Write the task list, which all processes of the run share, and the files that the command reads."""
     tasks = write_task_list(run)
+    if run.config.tasks.is_custom and not tasks.heldout:
+        raise UsageError(
+            f"`tasks.source` is `{run.config.tasks.source}`, which has no held-out tasks, but {backend.name} evaluates",
+            hint="`--tasks.heldout DIR` or `--tasks.heldout_share 0.1` holds out tasks",
+        )
     launch = backend.plan(with_steps(run.config, len(tasks.train)), run.path)
     with disk_errors(run.path):
         run.paths.backend.mkdir(exist_ok=True)

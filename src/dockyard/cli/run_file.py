@@ -143,11 +143,15 @@ def carry_out(arguments: RunArguments, purpose: Purpose, prepare: Callable[[RunC
 
 
 def _check_extensions(config: RunConfig) -> None:
-    """Check the classes that the settings name. `prepare` does this as well."""
+    """Check the classes and functions that the settings name. `prepare` does this as well."""
     if config.engine.is_custom:
         from dockyard.engine.custom import check_engine
 
         check_engine(config.engine)
+    if config.tasks.is_custom or config.tasks.order:
+        from dockyard.collect.task_sets import check_extensions
+
+        check_extensions(config.tasks)
 
 
 def short(path: Path) -> Path:

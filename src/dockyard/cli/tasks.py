@@ -1,5 +1,6 @@
 """`dockyard tasks`: write task folders. `dockyard tasks check` is in `check.py`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ from dockyard.errors import UsageError
 
 if TYPE_CHECKING:
     from dockyard.tasks.folder import WrittenTasks
-    from dockyard.tasks.generated import WriteTasks
     from dockyard.tasks.split import Selection
 
 _OUT = Flag("folder", "the folder to write; each task becomes a folder in it", {"metavar": "OUT", "type": Path})
@@ -44,7 +44,7 @@ def _trail(given: Given) -> int:
     return _write_both(given.flags.folder, write_trail_tasks)
 
 
-def _write_both(folder: Path, write: "WriteTasks") -> int:
+def _write_both(folder: Path, write: Callable[[Path], None]) -> int:
     """Write training and held-out tasks to a folder that has neither."""
     for name in ("train", "heldout"):
         if (folder / name).exists():

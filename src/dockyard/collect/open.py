@@ -78,11 +78,10 @@ def find_files(model: ModelConfig, engine: EngineConfig) -> ModelFiles | None:
 
     Returns None for a model without a tokenizer here, which only an `openai` endpoint may serve: as text.
     """
-    embedded = engine.type == "transformers"
-    if embedded:
+    if engine.type == "transformers":
         import_embedded()
     try:
-        folder = find_model(model.name, weights=embedded or engine.launch)
+        folder = find_model(model.name, weights=engine.launch or not engine.is_server)
         return ModelFiles(folder=folder, renderer=Renderer.load(folder, model.name))
     except DockyardError as error:
         if engine.type != "openai":

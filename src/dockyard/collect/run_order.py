@@ -41,6 +41,9 @@ def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None)
 def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
     """Return the training or the held-out tasks of a run."""
     sets = task_sets(run)
+    if split == "heldout" and not sets.heldout:
+        hint = "`--tasks.heldout DIR` or `--tasks.heldout_share 0.1` holds out tasks"
+        raise UsageError(f"`tasks.source` is `{run.config.tasks.source}`, which has no held-out tasks", hint=hint)
     return sets.train if split == "train" else sets.heldout
 
 

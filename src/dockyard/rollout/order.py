@@ -1,4 +1,4 @@
-"""Which rollouts to make: attempts, orders of them, and the phases that each passes through. Imports no Harbor."""
+"""The rollouts to make: `Order`, its `Attempt`s, and the phases of each. Imports no Harbor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from dockyard.types import Task
 
 
 class Phase(StrEnum):
-    """The part of its work that a rollout is in."""
+    """What a rollout is doing."""
 
     BUILDING = "building"
     """Its environment starts, and its agent is installed."""
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rollout of which task it is."""
+    """Identifies a rollout among those of its task."""
 
     task: str
     kind: str

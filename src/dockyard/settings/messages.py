@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from dockyard.config import ENGINE, HTTP_URL, Config
+from dockyard.config import ENGINE, FUNCTION, HTTP_URL, SOURCE, TASK_SOURCES, Config
 from dockyard.errors import UsageError
 from dockyard.settings.text import expected_text, settings_by_key, toml_value
 
@@ -28,6 +28,8 @@ _ABOUT_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_eq
 _PATTERNS = {
     HTTP_URL: "a URL that begins with http:// or https:// and holds no spaces and no credentials",
     ENGINE: "`transformers`, `vllm`, `sglang`, `openai`, or `module:Class`, a class of yours",
+    FUNCTION: "`module:name`, a function of yours",
+    SOURCE: f"{', '.join(f'`{name}`' for name in TASK_SOURCES)}, or `module:Class`, a class of yours",
 }
 
 

@@ -9,17 +9,18 @@ from dockyard.config import Config, EngineConfig, GRPOConfig, RunConfig, TasksCo
 from dockyard.settings.messages import SettingProblem
 from dockyard.settings.text import changed_keys
 
-_ANY_DATASET = ("heldout", "repo", "ids", "limit", "heldout_share", "passes")
+_ANY_DATASET = ("heldout", "repo", "ids", "limit", "heldout_share", "passes", "order")
 READ_BY_SOURCE = {
     "folder": ("train", *_ANY_DATASET),
-    "demo": ("num_train", "num_heldout", "passes"),
-    "trail": ("num_train", "num_heldout", "passes"),
+    "demo": ("num_train", "num_heldout", "passes", "order"),
+    "trail": ("num_train", "num_heldout", "passes", "order"),
     "harbor": ("dataset", "registry", *_ANY_DATASET),
     "swebench": ("dataset", "split", "map", *_ANY_DATASET),
     "c2bug": ("dataset", "split", "map", "repositories", "image", *_ANY_DATASET),
     "recorded": ("dataset", "heldout", "passes"),
 }
 """Which settings of `tasks` each source reads."""
+_READ_BY_CUSTOM = ("kwargs", *_ANY_DATASET)
 _EMBEDDED_ONLY = ("engine.max_batch", "engine.prefix_cache_mb", "engine.kv_cache_gb", "engine.deterministic")
 _SERVER_ONLY = ("engine.url", "engine.model", "engine.api_key_env", "engine.retry_s")
 _LAUNCH_ONLY = ("engine.command", "engine.memory_share", "engine.args")
@@ -131,6 +132,7 @@ def _ignored(config: RunConfig) -> Ignored:
     circumstances = {
         f"`tasks.source` is `{tasks.source}`": (True, _not_read(tasks.source)),
         "`tasks.heldout` is set": (tasks.heldout is not None, ("tasks.heldout_share",)),
+        "`tasks.order` is set": (tasks.order is not None, ("tasks.passes",)),
         "no tasks are held out": (
             not tasks.holds_out,
             ("eval.samples", "eval.every", "sampling.eval_temperature", "trainer.keep_best"),
@@ -172,6 +174,6 @@ def _that_hold(circumstances: dict[str, tuple[bool, tuple[str, ...]]]) -> Ignore
 
 
 def _not_read(source: str) -> tuple[str, ...]:
-    others = TasksConfig.model_fields.keys() - {"source", *READ_BY_SOURCE[source]}
+    others = TasksConfig.model_fields.keys() - {"source", *READ_BY_SOURCE.get(source, _READ_BY_CUSTOM)}
     found = tuple(f"tasks.{name}" for name in sorted(others))
     return (*found, "grpo.max_tries") if source == "recorded" else found

@@ -3,7 +3,7 @@
 import logging
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -41,12 +41,12 @@ class Survey:
 
 def load_tasks(folder: Path) -> list[Task]:
     """Return the task in this folder, or the tasks in its subfolders. Raise an error that names all broken tasks."""
-    found = survey_tasks(folder)
-    if found.broken:
-        problems = [problem for task in found.broken for problem in task.problems]
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise DockyardError("; ".join(problems[:_SHOWN]) + more, hint=found.broken[0].hint)
-    return found.tasks
+    return _all_valid(survey_tasks(folder))
+
+
+def load_task_folders(paths: Sequence[Path]) -> list[Task]:
+    """Return the tasks in these folders, one in each. Raise an error that names all broken tasks."""
+    return _all_valid(_survey(paths))
 
 
 def survey_tasks(folder: Path) -> Survey:
@@ -57,6 +57,18 @@ def survey_tasks(folder: Path) -> Survey:
     paths = [folder] if (folder / "task.toml").exists() else inside
     if not paths:
         raise DockyardError(f"`{folder}` has no tasks", hint="`dockyard tasks demo DIR` writes some")
+    return _survey(paths)
+
+
+def _all_valid(found: Survey) -> list[Task]:
+    if found.broken:
+        problems = [problem for task in found.broken for problem in task.problems]
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise DockyardError("; ".join(problems[:_SHOWN]) + more, hint=found.broken[0].hint)
+    return found.tasks
+
+
+def _survey(paths: Sequence[Path]) -> Survey:
     found = [_read_or_explain(path) for path in paths]
     return Survey(
         tasks=[item for item in found if isinstance(item, Task)],
@@ -175,8 +187,13 @@ def write_task(folder: Path, files: Mapping[str, str | bytes | Path]) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as draft:
-        for name, content in files.items():
-            _write(draft / name, content)
+        write_files(draft, files)
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes | Path]) -> None:
+    """Write files to a folder as `write_task` does, in place and without waiting for the disk."""
+    for name, content in files.items():
+        _write(folder / name, content)
 
 
 def _write(file: Path, content: str | bytes | Path) -> None:

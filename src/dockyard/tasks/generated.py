@@ -14,11 +14,10 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from string import Template
-from typing import Protocol
 
 from dockyard.config import TasksConfig
-from dockyard.tasks.folder import load_tasks
-from dockyard.tasks.sources import SourceRequest, SourceTasks
+from dockyard.tasks.folder import write_files
+from dockyard.tasks.sources import ProvidedTasks
 
 _TRAIN_WORDS = """amber anchor apple autumn bamboo barrel basket beacon berry bishop blanket bottle branch bridge bronze
 bucket butter button cabin candle canyon carpet castle cedar cherry chimney circle clover cobalt comet copper coral
@@ -72,12 +71,6 @@ type Kinds = Mapping[str, Callable[[random.Random, Vocabulary], Draft]]
 """Name of a kind of task -> the function that generates it."""
 
 
-class WriteTasks(Protocol):
-    """Writes `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
-
-    def __call__(self, folder: Path, *, num_train: int = ..., num_heldout: int = ..., seed: int = ...) -> None: ...
-
-
 _TASK_TOML = """\
 schema_version = "1.4"
 
@@ -110,13 +103,29 @@ echo "$reward" > /logs/verifier/reward.txt
 """
 
 
-def write_tasks(folder: Path, source: str, kinds: Kinds, *, num_train: int, num_heldout: int, seed: int) -> None:
-    """Write tasks of these kinds to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
-    for side, count, vocabulary in (("train", num_train, TRAIN), ("heldout", num_heldout, HELDOUT)):
-        for index, (kind, draft) in enumerate(_drafts(random.Random(f"{seed}-{side}"), kinds, vocabulary, count)):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTasks:
+    """A `TaskProvider` that generates tasks of several kinds. The same seed gives the same tasks."""
+
+    source: str
+    kinds: Kinds
+    num_train: int
+    num_heldout: int
+
+    def train(self, folder: Path, seed: int) -> list[Path]:
+        return self._write(folder, random.Random(f"{seed}-train"), TRAIN, self.num_train)
+
+    def heldout(self, folder: Path, seed: int) -> list[Path]:
+        return self._write(folder, random.Random(f"{seed}-heldout"), HELDOUT, self.num_heldout)
+
+    def _write(self, folder: Path, rng: random.Random, vocabulary: Vocabulary, count: int) -> list[Path]:
+        side = "heldout" if vocabulary.heldout else "train"
+        paths: list[Path] = []
+        for index, (kind, draft) in enumerate(_drafts(rng, self.kinds, vocabulary, count)):
             name = f"{side}-{index:03}-{kind}"
-            toml = _TASK_TOML.format(source=source, name=name, kind=kind)
-            _write_task(folder / side / name, toml, draft)
+            paths.append(folder / name)
+            _write_task(folder / name, _TASK_TOML.format(source=self.source, name=name, kind=kind), draft)
+        return paths
 
 
 def _drafts(rng: random.Random, kinds: Kinds, vocabulary: Vocabulary, count: int) -> Iterator[tuple[str, Draft]]:
@@ -143,12 +152,7 @@ def _write_task(path: Path, toml: str, draft: Draft) -> None:
         "solution/solve.sh": f"#!/bin/bash\ncd /app\n{draft.solution}\n",
         **{f"environment/files/{file}": text for file, text in draft.files.items()},
     }
-    for file, text in contents.items():
-        target = path / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-        if target.suffix == ".sh":
-            target.chmod(0o755)
+    write_files(path, contents)
 
 
 def _write(rng: random.Random, vocabulary: Vocabulary) -> Draft:
@@ -320,7 +324,8 @@ DEMO_KINDS: Kinds = {
 
 def write_demo_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
     """Write Harbor tasks to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
-    write_tasks(folder, "demo", DEMO_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+    tasks = GeneratedTasks(source="demo", kinds=DEMO_KINDS, num_train=num_train, num_heldout=num_heldout)
+    _write_both(tasks, folder, seed)
 
 
 def _trail(rng: random.Random, vocabulary: Vocabulary, *, num_notes: int) -> Draft:
@@ -375,23 +380,18 @@ TRAIL_KINDS: Kinds = {"three-calls": partial(_trail, num_notes=2), "four-calls":
 
 def write_trail_tasks(folder: Path, *, num_train: int = 64, num_heldout: int = 32, seed: int = 0) -> None:
     """Write Harbor tasks to `folder/train` and `folder/heldout`. The same arguments give the same tasks."""
-    write_tasks(folder, "trail", TRAIL_KINDS, num_train=num_train, num_heldout=num_heldout, seed=seed)
+    tasks = GeneratedTasks(source="trail", kinds=TRAIL_KINDS, num_train=num_train, num_heldout=num_heldout)
+    _write_both(tasks, folder, seed)
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedTasks:
-    """Tasks that are generated for each run, training and held-out ones."""
-
-    write: WriteTasks
-
-    def check(self, settings: TasksConfig) -> None:
-        """Any settings can be generated."""
-
-    def open(self, request: SourceRequest) -> SourceTasks:
-        settings, folder = request.settings, request.folder
-        self.write(folder, num_train=settings.num_train, num_heldout=settings.num_heldout, seed=request.seed)
-        return SourceTasks(train=load_tasks(folder / "train"), heldout=load_tasks(folder / "heldout"))
+def _write_both(tasks: GeneratedTasks, folder: Path, seed: int) -> None:
+    tasks.train(folder / "train", seed)
+    tasks.heldout(folder / "heldout", seed)
 
 
-DEMO = GeneratedTasks(write_demo_tasks)
-TRAIL = GeneratedTasks(write_trail_tasks)
+def _provider(source: str, kinds: Kinds, settings: TasksConfig) -> GeneratedTasks:
+    return GeneratedTasks(source=source, kinds=kinds, num_train=settings.num_train, num_heldout=settings.num_heldout)
+
+
+DEMO = ProvidedTasks(partial(_provider, "demo", DEMO_KINDS))
+TRAIL = ProvidedTasks(partial(_provider, "trail", TRAIL_KINDS))

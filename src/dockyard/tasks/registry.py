@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -21,9 +21,9 @@ from dockyard.cache import cache_dir
 from dockyard.config import TasksConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.durable import whole_folder
-from dockyard.tasks.folder import load_tasks, task_settings
+from dockyard.tasks.folder import load_tasks
 from dockyard.tasks.sources import SourceRequest, SourceTasks
-from dockyard.tasks.split import Selection
+from dockyard.tasks.split import select_tasks
 from dockyard.types import Task
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ REGISTRY_VARIABLE = "DOCKYARD_REGISTRY"
 DEFAULT_DATASET = "swebench-verified@1.0"
 _REACH_S = 5.0
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.:-]+)?")
-_INSTANCE = re.compile(r"(?P<owner>.+?)__(?P<name>.+)-\d+")
-"""SWE-bench's names, such as `django__django-11099`."""
 
 
 async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> list[Task]:
@@ -54,22 +52,6 @@ async def load_dataset(dataset: str | Path, *, registry: Path | None = None) -> 
         return await _listed(dataset, file)
     kept = find_kept(dataset)
     return _load_kept(kept) if kept else await _hosted(dataset)
-
-
-def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Task]:
-    """Return the selected tasks, by repository and instance id in `task.toml`, or else by name."""
-    about = {task.path: _metadata(task) for task in tasks}
-
-    def id_of(task: Task) -> str:
-        return str(about[task.path].get("instance_id") or task.name)
-
-    def repo_of(task: Task) -> str:
-        return str(about[task.path].get("repo") or _repo_in(task.name))
-
-    known, missing = selection.known({id_of(task) for task in tasks})
-    for name in missing:
-        logger.warning("`%s` has no id `%s`", where, name)
-    return known.apply(tasks, id_of=id_of, repo_of=repo_of, where=where)
 
 
 def kept_datasets() -> Path:
@@ -220,15 +202,6 @@ def _hosted_client(dataset: str) -> "BaseRegistryClient":
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _metadata(task: Task) -> dict[str, Any]:
-    return task_settings(task.path).get("metadata", {})
-
-
-def _repo_in(name: str) -> str:
-    match = _INSTANCE.fullmatch(name)
-    return f"{match['owner']}/{match['name']}" if match else ""
 
 
 @dataclass(frozen=True, slots=True)

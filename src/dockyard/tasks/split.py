@@ -4,13 +4,15 @@ Duplicates stay on one side of the split. Each kind of task, and each repository
 """
 
 import difflib
+import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +21,11 @@ from dockyard.run_dir.durable import write_atomically
 from dockyard.tasks.duplicates import duplicate_classes
 from dockyard.tasks.folder import task_settings
 from dockyard.types import Task
+
+logger = logging.getLogger(__name__)
+
+_INSTANCE = re.compile(r"(?P<owner>.+?)__(?P<name>.+)-\d+")
+"""SWE-bench's names, such as `django__django-11099`."""
 
 
 class Split(BaseModel):
@@ -100,8 +107,7 @@ def _count(num_classes: int, share: float) -> int:
 
 
 def _stratum(task: Task) -> str:
-    metadata = task_settings(task.path).get("metadata", {})
-    return f"{task.kind}\n{metadata.get('repo', '')}"
+    return f"{task.kind}\n{_metadata(task).get('repo', '')}"
 
 
 def _random(seed: int, name: str) -> int:
@@ -160,3 +166,28 @@ class Selection:
         hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(f'`{name}`' for name in shown)}{more}"
         names = ", ".join(f"`{name}`" for name in missing)
         raise UsageError(f"`{where}` has no {what} {names}", hint=hint)
+
+
+def select_tasks(tasks: list[Task], selection: Selection, where: str) -> list[Task]:
+    """Return the selected tasks, by repository and instance id in `task.toml`, or else by name."""
+    about = {task.path: _metadata(task) for task in tasks}
+
+    def id_of(task: Task) -> str:
+        return str(about[task.path].get("instance_id") or task.name)
+
+    def repo_of(task: Task) -> str:
+        return str(about[task.path].get("repo") or _repo_in(task.name))
+
+    known, missing = selection.known({id_of(task) for task in tasks})
+    for name in missing:
+        logger.warning("`%s` has no id `%s`", where, name)
+    return known.apply(tasks, id_of=id_of, repo_of=repo_of, where=where)
+
+
+def _metadata(task: Task) -> dict[str, Any]:
+    return task_settings(task.path).get("metadata", {})
+
+
+def _repo_in(name: str) -> str:
+    match = _INSTANCE.fullmatch(name)
+    return f"{match['owner']}/{match['name']}" if match else ""

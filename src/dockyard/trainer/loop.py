@@ -6,7 +6,7 @@ checkpoint are replayed exactly.
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,6 +93,8 @@ class TaskRollouts:
     tasks: list[Task]
     config: RunConfig
     progress: TrainingProgress
+    choose: Callable[[int], list[Task]] | None = None
+    """Returns the tasks of a step. None: each task once per pass, in an order that the seed determines."""
     _begun: dict[int, "_Collection"] = field(default_factory=dict[int, "_Collection"])
 
     async def collect(self, step: int) -> tuple[Group, ...]:
@@ -114,6 +116,8 @@ class TaskRollouts:
         await asyncio.gather(*(collection.task for collection in self._begun.values()), return_exceptions=True)
 
     def _due(self, step: int) -> list[Task]:
+        if self.choose:
+            return self.choose(step)
         count, by_pass = self.config.grpo.tasks_per_step, self.config.counts_passes
         return due(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, by_pass=by_pass)
 

@@ -28,6 +28,7 @@ from dockyard.engine.protocol import Engine
 from dockyard.errors import UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.run_dir.run import RunDir
+from dockyard.tasks.order import CustomOrder
 from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import Learner, Rollouts, TaskRollouts
 from dockyard.trainer.recorded import RecordedRollouts, TextRollouts
@@ -230,8 +231,10 @@ async def _attempts(
     assert engine is not None, "a learner of this mode has an engine"
     config = inputs.run.config
     renderer = None if isinstance(engine, TextEndpoint) else inputs.renderer
+    tasks, order = inputs.tasks.train, config.tasks.order
+    choose = CustomOrder(reference=order, tasks=tasks, run=inputs.run).due if order else None
     async with open_pool(config, inputs.run, engine, renderer, progress.phases) as pool:
-        attempts = TaskRollouts(pool=pool, tasks=inputs.tasks.train, config=config, progress=progress)
+        attempts = TaskRollouts(pool=pool, tasks=tasks, config=config, progress=progress, choose=choose)
         try:
             yield attempts
         finally:

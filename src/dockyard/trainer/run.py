@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from dockyard import process
-from dockyard.collect.task_sets import task_sets
+from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render.renderer import Renderer
@@ -43,6 +43,7 @@ def run_training(config: RunConfig, *, run_dir: RunDir, open_remote: OpenLearner
 def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
     check_trackers(config.tracker)
     check_method(config, remote=remote)
+    check_tasks(config)
     if makes_rollouts(config):
         from dockyard.collect.open import check_run  # imports Harbor
 

@@ -45,7 +45,7 @@ _TARGET_KEYS = {
 """Setting -> the keys of Prime-RL that it decides."""
 _BY_ROLLOUTS = (
     *("tasks.train", "tasks.dataset", "tasks.registry", "tasks.split", "tasks.map", "tasks.repositories"),
-    *("tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
+    *("tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train", "tasks.kwargs"),
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
     *("environment.type", "environment.sandbox", "environment.network", "environment.cpus", "environment.memory_mb"),
     *("environment.storage_mb", "environment.seal", "environment.kwargs"),
@@ -69,6 +69,7 @@ _IGNORED = {
             *("kl_type", "zero_variance", "overlong", "overlong_length", "overlong_buffer"),
         )
     },
+    "tasks.order": "its orchestrator chooses the tasks of each step",
     "grpo.dynamic_sampling": "it drops groups with equal rewards by itself and samples others",
     "grpo.max_tries": "it drops groups with equal rewards by itself and samples others",
     "trainer.compile": "it has its own setting, `prime_rl.options.trainer.model.compile`",

@@ -39,7 +39,7 @@ _OPTIONS = {
 }
 """Setting -> the options of SLiME that it decides."""
 _BY_ROLLOUTS = (
-    *("tasks.source", "tasks.train", "tasks.registry", "tasks.split", "tasks.map"),
+    *("tasks.source", "tasks.kwargs", "tasks.train", "tasks.registry", "tasks.split", "tasks.map"),
     *("tasks.repositories", "tasks.image", "tasks.repo", "tasks.ids", "tasks.limit", "tasks.num_train"),
     "tasks.num_heldout",
     *("agent.name", "agent.max_turns", "agent.kwargs", "agent.env", "agent.install"),
@@ -55,6 +55,7 @@ _OWN_ENGINE = "it starts SGLang engines itself"
 _ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains LoRA adapters"
 _OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
+    "tasks.order": "it attempts each task once per pass, in an order that the seed determines",
     "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "trainer.compile": "Megatron has its own kernels",
