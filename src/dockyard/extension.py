@@ -9,11 +9,12 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dockyard.errors import UsageError
+from dockyard.errors import DockyardError, UsageError
 
 REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """`module:name`, as a regular expression."""
@@ -151,3 +152,13 @@ def _instance(kind: type, reference: str, setting: str) -> Any:
             hint=f"give the parameters of `{kind.__name__}.__init__` default values",
         ) from error
     return kind()
+
+
+def failed_call(error: Exception, reference: str, setting: str, about: str) -> DockyardError:
+    """The error of a run that stops because a user's function raised `error` when it was called about something."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return DockyardError(
+        f"`{setting}` is `{reference}`, which failed on {about}: {type(error).__name__}: {error}{place}",
+        hint="fix the function, then `--resume` the run: what was recorded is kept",
+    )

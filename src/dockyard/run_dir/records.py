@@ -47,6 +47,7 @@ def to_line(recorded: RecordedRollout) -> bytes:
             kind=rollout.kind,
             attempt=rollout.attempt,
             reward=rollout.reward,
+            shaped_reward=rollout.shaped_reward,
             failure=rollout.failure and replace(rollout.failure, message=replace_surrogates(rollout.failure.message)),
             seconds=rollout.seconds,
             stats=rollout.stats,
@@ -76,6 +77,7 @@ def from_line(data: bytes) -> RecordedRollout:
         untrusted=tuple(segment.segment() for segment in line.untrusted),
         exchanges=tuple(line.exchanges),
         reward=line.reward,
+        shaped_reward=line.shaped_reward,
         failure=line.failure,
         seconds=line.seconds,
         stats=line.stats,
@@ -130,6 +132,8 @@ class _Line(BaseModel):
     kind: str
     attempt: int
     reward: float | None
+    shaped_reward: float | None = None
+    """Absent in the records of older versions."""
     failure: Failure | None
     seconds: dict[str, float]
     stats: dict[str, int]

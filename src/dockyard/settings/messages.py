@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from dockyard.config import HTTP_URL, Config
+from dockyard.config import ADVANTAGE, FUNCTION, HTTP_URL, Config
 from dockyard.errors import UsageError
 from dockyard.settings.text import expected_text, settings_by_key, toml_value
 
@@ -25,7 +25,11 @@ _EXPECTED = {
 }
 _ABOUT_TYPE = ("_type", "_parsing", "_parsing_size", "_from_float")
 _ABOUT_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-_PATTERNS = {HTTP_URL: "a URL that begins with http:// or https:// and holds no spaces and no credentials"}
+_PATTERNS = {
+    HTTP_URL: "a URL that begins with http:// or https:// and holds no spaces and no credentials",
+    FUNCTION: "`module:name`, a function of yours",
+    ADVANTAGE: "`std`, `mean`, `leave_one_out`, or `module:name`, a function of yours",
+}
 
 
 @dataclass(frozen=True, slots=True)

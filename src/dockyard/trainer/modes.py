@@ -25,6 +25,7 @@ from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
 from dockyard.errors import UsageError
 from dockyard.gateway.render.renderer import Renderer
+from dockyard.rl.reward import open_shaping
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import Learner, Rollouts, TaskRollouts
@@ -223,8 +224,9 @@ async def _attempts(
     assert engine is not None, "a learner of this mode has an engine"
     config = inputs.run.config
     renderer = None if isinstance(engine, TextEndpoint) else inputs.renderer
+    shaping = open_shaping(config.grpo, inputs.renderer, inputs.run.paths.trials)
     async with open_pool(config, inputs.run, engine, renderer, progress.phases) as pool:
-        attempts = TaskRollouts(pool=pool, tasks=inputs.tasks.train, config=config, progress=progress)
+        attempts = TaskRollouts(pool=pool, tasks=inputs.tasks.train, config=config, progress=progress, shaping=shaping)
         try:
             yield attempts
         finally:

@@ -34,7 +34,7 @@ from dockyard.backends.slime.task_source import SlimeDataSource
 from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agreement, run_config
 from dockyard.convert.samples import SampleNumbers, SampleStatus
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rl.advantage import group_advantages
+from dockyard.rl.advantage import std_advantage
 from dockyard.rl.statistics import rollout_metrics
 from dockyard.types import Group, Rollout
 
@@ -56,7 +56,7 @@ class ScoredGroup:
 
     def advantages(self) -> dict[int, float]:
         """Return the advantages by rollout id."""
-        return dict(zip(self.rewards, group_advantages([*self.rewards.values()]), strict=True))
+        return dict(zip(self.rewards, std_advantage([*self.rewards.values()], ()), strict=True))
 
 
 def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredGroup]:
