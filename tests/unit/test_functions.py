@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gateway_fakes import tiny_renderer
+from tool_templates import BASH, HERMES, renderer_of
 
 from dockyard.backends.launch import Ignored, Supported
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
+from dockyard.gateway.render.renderer import Renderer
 from dockyard.rl.advantage import ADVANTAGES, has_signal, scored
 from dockyard.rl.functions import check_functions
 from dockyard.rl.pack import examples_of
@@ -287,6 +289,29 @@ def test_a_reward_function_sees_the_tools_of_a_text_rollout():
     assert found.num_sampled == 7
     assert "tool: a.txt" in found.text
     assert found.text.endswith("assistant: one file")
+
+
+@pytest.mark.parametrize("renderer", [renderer_of(HERMES), tiny_renderer()], ids=["hermes", "preamble"])
+def test_a_reward_function_sees_the_tools_of_a_rollout_of_tokens(renderer: Renderer):
+    prompt = renderer.prompt(Prompt((Message("user", "look"),), (BASH,)))
+    call = ToolCall("1", "bash", {"command": "ls"})
+    sampled = renderer.reply(Message(ASSISTANT, "I look.", calls=(call,)), (BASH,))
+    segment = Segment(
+        token_ids=np.concatenate([prompt, sampled]),
+        sampled=np.repeat([False, True], [len(prompt), len(sampled)]),
+        logprobs=None,
+        versions=None,
+    )
+    rollout = Rollout(task="t", kind="", attempt=0, segments=(segment,), reward=1.0, failure=None)
+    found = finished_rollout(rollout, renderer, Path("trial"))
+    assert [(tool.name, tool.arguments) for tool in found.tools] == [("bash", {"command": "ls"})]
+    assert [reply.text.strip() for reply in found.replies] == ["I look."]
+
+
+def test_a_rollout_without_a_model_call_has_no_replies():
+    rollout = Rollout(task="t", kind="", attempt=0, segments=(), reward=1.0, failure=None)
+    found = finished_rollout(rollout, tiny_renderer(), Path("trial"))
+    assert (found.replies, found.text, found.num_sampled) == ((), "", 0)
 
 
 @pytest.mark.parametrize("setting", ["advantage", "loss"])

@@ -35,7 +35,8 @@ class Batch:
     old_N: Tensor
     """The denominator of the ratio: `recorded_N`, or with `grpo.correction` the logprobs under the current weights."""
     recorded_N: Tensor
-    """As the engine reported them when it sampled the tokens; if it did not, under the current weights."""
+    """As the engine reported them when it sampled the tokens. If it did not: under the current weights, or for recorded
+    rollouts under the base model."""
     reference_N: Tensor | None
     """Under the base model; None if `grpo.kl_coef` is 0 and nothing else needs them."""
     advantages_N: Tensor

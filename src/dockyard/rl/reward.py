@@ -5,6 +5,7 @@ that a resumed run trains with the same numbers. Held-out evaluations do not cal
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,17 @@ import numpy as np
 from dockyard.config import GRPOConfig
 from dockyard.errors import DockyardError
 from dockyard.extension import failed_call, load_function
-from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.render.renderer import CallFormat, Renderer
 from dockyard.rollout.order import Attempt
-from dockyard.types import Exchange, Message, Rollout, Segment, ToolCall
+from dockyard.types import Exchange, IntArray, Json, Message, Rollout, Segment, ToolCall
+
+_CALL = "<tool_call>"
+"""Is part of every description of tools as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRollout:
-    """A finished training rollout, as a function of the user's that shapes rewards gets it."""
+    """A finished training rollout: the argument of the function that `grpo.reward` names."""
 
     task: str
     kind: str
@@ -58,8 +62,9 @@ class FinishedRollout:
 
     def verifier_text(self, name: str) -> str:
         """The text of a file that the verifier left; empty if there is none."""
-        file = (self.verifier_dir / name).resolve()  # a link may lead out of the folder
-        inside = file.is_relative_to(self.verifier_dir.resolve())
+        folder = os.path.realpath(self.verifier_dir)
+        file = Path(os.path.realpath(self.verifier_dir / name))  # a link may lead out of the folder
+        inside = file.is_relative_to(folder)
         return file.read_text(errors="replace") if inside and file.is_file() else ""
 
 
@@ -134,8 +139,19 @@ def finished_rollout(rollout: Rollout, renderer: Renderer, trial_dir: Path) -> F
 
 def _replies(rollout: Rollout, renderer: Renderer) -> Iterator[Message]:
     for segment in rollout.segments:
-        for start, end in _sampled_spans(segment):
-            yield renderer.message(segment.token_ids[start:end], segment.token_ids[:start], ())
+        spans = _sampled_spans(segment)
+        tools = _tools(segment.token_ids[: spans[0][0]], renderer) if spans else ()
+        for start, end in spans:
+            yield renderer.message(segment.token_ids[start:end], segment.token_ids[:start], tools)
+
+
+def _tools(prompt_ids: IntArray, renderer: Renderer) -> tuple[Json, ...]:
+    """A placeholder if the prompt of a model without a call format describes tools as text.
+
+    Replies of such a model are searched for calls only if there are tools.
+    """
+    described = renderer.rendering.tool_calls == CallFormat.PREAMBLE and _CALL in renderer.text(prompt_ids)
+    return ({},) if described else ()
 
 
 def _sampled_spans(segment: Segment) -> list[tuple[int, int]]:
