@@ -34,7 +34,7 @@ class FinishedRollout:
     attempt: int
     """The index of the rollout in its group, from 0."""
     reward: float
-    """What Harbor's verifier said."""
+    """What Harbor's verifier said; 0 if the policy prevented that it was graded."""
     failure: str | None
     """The cause of a failure that the policy can have caused, e.g. `agent_timeout`; None if there was none."""
     cut_short: bool
