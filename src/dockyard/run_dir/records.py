@@ -63,7 +63,8 @@ def to_line(recorded: RecordedRollout) -> bytes:
             f"a rollout of `{rollout.task}` cannot be recorded: `{key}` is `{details['input']}`; {details['msg']}",
             hint="a NaN comes from the engine or the verifier; earlier rollouts are kept",
         ) from error
-    return line.model_dump_json().encode()
+    # Left out if there is none, so that older versions can read the records of a run without shaping.
+    return line.model_dump_json(exclude={"shaped_reward"} if line.shaped_reward is None else None).encode()
 
 
 def from_line(data: bytes) -> RecordedRollout:
@@ -133,7 +134,7 @@ class _Line(BaseModel):
     attempt: int
     reward: float | None
     shaped_reward: float | None = None
-    """Absent in the records of older versions."""
+    """Absent in the records of runs without `grpo.reward`."""
     failure: Failure | None
     seconds: dict[str, float]
     stats: dict[str, int]
