@@ -1,7 +1,7 @@
-"""Real agents, one rollout each: the rows a trainer gets from the gateway, and from re-rendering every prompt.
+"""Real agents, one rollout each: the training rows from the gateway, and from re-rendering every prompt.
 
-Re-rendering means that each call's prompt is the agent's history rendered anew, by the same renderer and with thoughts
-kept, and that two calls share a row only where the ids of one begin with all ids of the other. One table:
+Re-rendering means that each call's prompt is the agent's history rendered again by the same renderer, with reasoning
+kept, and that two calls share a row only if the ids of one are a prefix of the other's. Prints one table:
 
     sh tools/install-agents.sh && python bench/agents.py [AGENT ...]
 """
@@ -41,7 +41,7 @@ DIALECTS = {"/v1/chat/completions": ChatDialect, "/v1/messages": MessagesDialect
 
 @dataclass(frozen=True, slots=True)
 class Overheard:
-    """A way to the gateway that keeps what agents ask for."""
+    """A proxy to the gateway that records the requests of agents."""
 
     url: str
     prompts: list[Prompt] = field(default_factory=list)
@@ -74,7 +74,7 @@ async def overheard(gateway: Gateway) -> AsyncGenerator[Overheard]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a trainer would be given."""
+    """The rows that a trainer would get."""
 
     count: int
     tokens: int
@@ -88,7 +88,7 @@ def rows_of(segments: Sequence[Segment]) -> Rows:
 
 
 def rendered_rows(prompts: Sequence[Prompt], sampled: Sequence[IntArray]) -> Rows:
-    """Rows when every prompt is rendered anew: what no later prompt begins with."""
+    """Return the rows if every prompt is rendered again: those that are not a prefix of a later prompt."""
     starts = [renderer("qwen3").prompt(prompt) for prompt in prompts]
     whole = [np.concatenate(pair) for pair in zip(starts, sampled, strict=True)]
     leaves = [ids for at, ids in enumerate(whole) if not any(_begins(later, ids) for later in starts[at + 1 :])]
@@ -100,13 +100,13 @@ def _begins(ids: IntArray, beginning: IntArray) -> bool:
 
 
 def canonical(ids: IntArray) -> IntArray:
-    """The same text in the tokenizer's own cut."""
+    """Return the same text in the tokenizer's canonical tokens."""
     text = tokenizer().decode(ids.tolist(), skip_special_tokens=False)
     return np.array(tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
 
 
 async def run(name: str, folder: Path) -> tuple[list[Drawn], list[Prompt], Sequence[Segment]]:
-    """One rollout: what the engine drew, what the agent asked, what would be trained."""
+    """Run one rollout: what the engine sampled, what the agent requested, what would be trained."""
     story = terminus_2() if name == TERMINUS else STORIES[name][0](folder / "work")
     engine = ScriptedEngine(lines(*story))
     async with served(engine) as gateway, overheard(gateway) as heard:

@@ -1,11 +1,11 @@
 """The embedded engine against one plain `model.generate` call on the same prompts as a batch.
 
-32 requests arrive at random over the first second, 100-token prompts, 32 new tokens each. One table:
+32 requests arrive at random over the first second, 100-token prompts, 32 new tokens each. Prints one table:
 
     python bench/engine.py [--model smollm2-135m] [--repeats 3]
 
-On one GPU, a 7B policy (Qwen2.5-7B's shape, random weights, bf16), 128 requests at once of 512 tokens in, 64-256 out;
-and how far the engine's logprobs are from those of a plain forward pass:
+On one GPU, a 7B policy (Qwen2.5-7B's shape, random weights, bf16), 128 concurrent requests, 512 tokens in, 64-256 out;
+and the distance of the engine's logprobs from those of a plain forward pass:
 
     python bench/engine.py --gpu7b [--systems generate,static,ours] [--out figures.json]
     python bench/engine.py --check
@@ -34,7 +34,7 @@ NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS, ARRIVAL_S = 32, 100, 32, 1.0
 
 
 def plain(model: Any, prompts: list[IntArray]) -> float:
-    """Seconds of one `generate` call."""
+    """Return the seconds of one `generate` call."""
     ids = torch.from_numpy(np.stack(prompts)).long().to(model.device)
     start = time.perf_counter()
     model.generate(
@@ -49,7 +49,7 @@ def plain(model: Any, prompts: list[IntArray]) -> float:
 
 
 async def ours(engine: TransformersEngine, prompts: list[IntArray], rng: random.Random) -> float:
-    """Seconds from the first arrival to the last answer."""
+    """Return the seconds from the first request to the last answer."""
 
     async def ask(prompt: IntArray, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 async def against_generate(name: str, repeats: int) -> None:
-    """Print the table of requests that come one after the other."""
+    """Print the table of requests that arrive one after the other."""
     model = load_model(find_model(name), ModelConfig(name=name, dtype="float32")).eval()
     model.requires_grad_(False)
     engine = TransformersEngine(share_weights(model), EngineConfig())

@@ -1,6 +1,6 @@
 """The embedded engine on one GPU against `model.generate`; see `bench/engine.py`, which runs it.
 
-All requests come at once. `generate` runs every row as long as the longest; only the tokens that were wanted count.
+All requests arrive at once. `generate` runs every row as long as the longest; only requested tokens count.
 It has no adapter; the engine has a LoRA of rank 16 on all linear layers, as in a training run.
 """
 
@@ -30,7 +30,7 @@ VOCABULARY = 150_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked."""
+    """The requests."""
 
     prompts: list[IntArray]
     new_tokens: list[int]
@@ -80,7 +80,7 @@ def _synchronize() -> None:
 
 
 def generate(model: Any, load: Load, warm: Load, cache: str | None) -> Figure:
-    """One call with all prompts as a batch, as many new tokens for each as the longest wants."""
+    """Run one call with all prompts as a batch; each row gets as many new tokens as the longest request."""
     most = max(load.new_tokens)
 
     def run(asked: Load, new_tokens: int) -> None:
@@ -106,7 +106,7 @@ def generate(model: Any, load: Load, warm: Load, cache: str | None) -> Figure:
 
 
 def engine(model: Any, load: Load, warm: Load) -> Figure:
-    """Ours, with what its thread was busy with."""
+    """Run the embedded engine, and measure what its thread spent its time on."""
     ours = TransformersEngine(model, EngineConfig(max_batch=len(load.prompts)))
     before: list[Counts] = []
 
@@ -140,7 +140,7 @@ def breakdown(figure: Figure) -> str:
 
 
 def compare(size: str, systems: list[str], out: Path | None) -> None:
-    """Print the table of a model of this size (`7b`, or `tiny` to try this script)."""
+    """Print the table of a model of this size (`7b`, or `tiny` to test this script)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"num": 128, "prompt": 512, "least": 64, "most": 256}
     if size == "tiny":
@@ -164,7 +164,7 @@ def compare(size: str, systems: list[str], out: Path | None) -> None:
 
 
 def with_random_adapters(base: Any) -> Any:
-    """Not the zeros that a new adapter has."""
+    """Fill the adapters with random values; a new adapter is all zeros."""
     model = with_adapters(base, TrainerConfig(lora_r=16, lora_alpha=32)).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -173,7 +173,7 @@ def with_random_adapters(base: Any) -> Any:
 
 
 def check() -> None:
-    """Print how far the engine's logprobs are from those of one plain float32 forward pass over the same tokens."""
+    """Print the distance of the engine's logprobs from those of one plain float32 forward pass over the same tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -1,11 +1,11 @@
-"""The gateway in front of a real vLLM server: is it exact, and what does it cost?
+"""The gateway in front of a real vLLM server: exactness and overhead.
 
-    python bench/engine_vllm.py [MODEL] --python PYTHON_WITH_VLLM      starts a server of its own
-    python bench/engine_vllm.py [MODEL] --url http://localhost:8000    uses one that runs
+    python bench/engine_vllm.py [MODEL] --python PYTHON_WITH_VLLM      starts a server
+    python bench/engine_vllm.py [MODEL] --url http://localhost:8000    uses a running server
 
 Exactness: logprobs of recorded segments against the training forward pass, before and after an adapter was published
-in the middle of the rollouts. Speed: sampled tokens per second of rollouts with tools through the gateway, against
-the same requests sent straight to vLLM's own chat endpoint.
+during the rollouts. Speed: sampled tokens per second of rollouts through the gateway, against the same requests sent
+directly to vLLM's own chat endpoint.
 """
 
 import argparse
@@ -53,7 +53,7 @@ RANK = 16
 
 @contextmanager
 def server(python: str, model_dir: Path, dtype: str, flags: list[str]) -> Iterator[tuple[str, float]]:
-    """A vLLM server of our own, and how long it took to start."""
+    """Start a vLLM server, and measure how long that takes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -86,7 +86,7 @@ def answers(url: str) -> bool:
 
 
 def save_random_adapter(model: Any, folder: Path, seed: int) -> None:
-    """A LoRA far enough from nothing to be seen in every logprob."""
+    """Save a random LoRA that is large enough to change every logprob."""
     torch.manual_seed(seed)
     config = LoraConfig(r=RANK, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     adapted = get_peft_model(model, config)
@@ -99,7 +99,7 @@ def save_random_adapter(model: Any, folder: Path, seed: int) -> None:
 
 @torch.no_grad()
 def logprobs_of(model: Any, segment: Segment) -> np.ndarray:
-    """What the training forward pass says of each sampled token (temperature 1)."""
+    """Return the logprob of each sampled token in the training forward pass (temperature 1)."""
     ids = torch.tensor(segment.token_ids[None].astype(np.int64), device=model.device)
     logits = model(ids).logits[0, :-1].float()
     chosen = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
@@ -157,7 +157,7 @@ async def measure(args: argparse.Namespace, model_dir: Path, url: str) -> dict[s
 async def exactness(
     args: argparse.Namespace, gateway: Gateway, engine: Any, base: Any, http: aiohttp.ClientSession, folder: Path
 ) -> dict[str, Any]:
-    """Rollouts of three turns; before the third, new weights are published."""
+    """Run rollouts of three turns; new weights are published before the third."""
     sampling = {"temperature": 1.0, "max_new_tokens": args.max_new_tokens}
     sessions = [gateway.open_session(f"exact-{n}", seed=n, **sampling) for n in range(args.checked)]
     adapters = [folder / "first", folder / "second"]
@@ -183,7 +183,7 @@ async def exactness(
 
 
 async def converse(http: aiohttp.ClientSession, url: str, key: str, history: list[Any], turns: int) -> list[Any]:
-    """Go on with a conversation; returns it."""
+    """Continue a conversation and return it."""
     history = history or [{"role": "user", "content": "List the files here, then count their lines."}]
     for turn in range(turns):
         message = (await chat(http, url, key, history, tools=[TOOL]))["choices"][0]["message"]
@@ -196,7 +196,7 @@ async def converse(http: aiohttp.ClientSession, url: str, key: str, history: lis
 
 
 def differences(base: Any, adapters: list[Path], segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:
-    """Recorded against recomputed logprobs: under the weights that drew each token, and under the others."""
+    """Compare recorded with recomputed logprobs: with the weights that sampled each token, and with the others."""
     recomputed: list[list[np.ndarray]] = []
     for adapter in adapters:
         model = load_adapter(base, adapter)
@@ -215,7 +215,7 @@ def differences(base: Any, adapters: list[Path], segments: list[Segment]) -> tup
 
 
 async def speed(args: argparse.Namespace, gateway: Gateway, http: aiohttp.ClientSession, direct: str) -> dict[str, Any]:
-    """The same rollouts through the gateway and straight to the server, each warmed up, alternating."""
+    """Run the same rollouts through the gateway and directly on the server, each warmed up, alternating."""
     figures: dict[str, Any] = {}
     sampling = {"temperature": 1.0, "max_new_tokens": args.max_new_tokens}
     async with http.get(f"{direct}/models") as response:

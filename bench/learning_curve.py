@@ -1,8 +1,8 @@
-"""The figure of a finished run: training reward by step, held-out tasks before and after, and what they came to.
+"""Draw a finished run: training reward by step, and held-out rewards before and after training.
 
     python bench/learning_curve.py runs/multi_turn --output docs/images/multi_turn.svg
 
-Held-out points carry exact 95 % intervals over tasks, those of `dockyard eval`. Prints one table.
+Held-out points have the exact 95 % intervals over tasks of `dockyard eval`. Prints one table.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir
 
 
 def heldout(run: RunDir, phase: str) -> dict[str, Score]:
-    """The mean reward of held-out rollouts: of all tasks, then of each kind."""
+    """Return the mean reward of held-out rollouts: of all tasks, then of each kind."""
     rollouts = [item.rollout for item in run.read_rollouts(phase)]
     kinds = {"all": None} | {kind: kind for kind in sorted({rollout.kind for rollout in rollouts})}
     scores = {name: score_rollouts(rollouts, kind) for name, kind in kinds.items()}
@@ -23,7 +23,7 @@ def heldout(run: RunDir, phase: str) -> dict[str, Score]:
 
 
 def draw(rewards: list[float], before: Score, after: Score, file: Path) -> None:
-    """One picture on a light ground. The same run gives the same bytes."""
+    """Draw one figure on a light background. The same run gives the same bytes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -58,7 +58,7 @@ def _dress(axes: Any) -> None:
 
 
 def table(before: dict[str, Score], after: dict[str, Score]) -> str:
-    """A row for all tasks, then one a kind."""
+    """Return a row for all tasks, then one per kind."""
     lines = ["| held-out tasks | | before | after | gain |", "|---|---|---|---|---|"]
     for name, first in before.items():
         if last := after.get(name):

@@ -1,8 +1,8 @@
-"""What each `trainer.method` takes: memory at rest and in an update, seconds an update, seconds to serve its weights.
+"""The cost of each `trainer.method`: memory at rest and in an update, seconds per update, seconds to publish weights.
 
     python bench/methods.py --size 1.5b             # a GPU; random weights of Qwen2.5-1.5B's shape
     python bench/methods.py --size 7b --methods lora qlora
-    python bench/methods.py --size tiny             # a rehearsal on a CPU
+    python bench/methods.py --size tiny             # a test of this script on a CPU
 
 `qlora` needs bitsandbytes; `--methods lora full` leaves it out.
 """
@@ -42,7 +42,7 @@ UPDATES = 3
 
 
 def write_model(size: str, device: str, folder: Path) -> float:
-    """Random weights; how many billions."""
+    """Write a model with random weights and return its size in billions."""
     config = Qwen2Config(vocab_size=VOCAB, max_position_embeddings=32_768, **(SMALL | SIZES[size]))
     torch.manual_seed(0)
     with torch.device(device):
@@ -80,7 +80,7 @@ def free(device: str) -> None:
 
 
 async def serve(policy: Policy, folder: Path) -> tuple[float, float]:
-    """Seconds to publish, and how far the logprobs of what is sampled then are from the trainer's."""
+    """Return the seconds to publish, and the distance of the engine's logprobs from the trainer's after that."""
     engine = TransformersEngine(policy.serving_model(), EngineConfig(prefix_cache_mb=64, context_length=1024))
     start = time.perf_counter()
     policy.save_weights(folder)

@@ -1,17 +1,17 @@
-"""Everything on one GPU: vLLM, the gateway, Harbor trials in sandboxes and the trainer. What a step takes, by phase;
-then the same with rollouts that go on while the policy learns.
+"""Everything on one GPU: vLLM, the gateway, Harbor trials in sandboxes and the trainer. Measures a step by phase,
+first synchronously, then with rollouts that continue during the update.
 
-Without `--model` it is Qwen2.5-7B's shape with random weights (others in vLLM than in the trainer: only time is
-measured). Rollouts of `--turns` model calls; after each a command sleeps `--sandbox-s` in the sandbox and prints.
+Without `--model` it uses Qwen2.5-7B's shape with random weights (vLLM's differ from the trainer's: only time is
+measured). Rollouts have `--turns` model calls, each followed by a command that sleeps `--sandbox-s` in the sandbox.
 
-A step is all between two recordings, the second included (`rest_s`). `generating_s`: vLLM had a request at least, and
-`engine_tokens_per_s` is over that time. `idle_share`: neither a request nor an update was under way. `gpu_share`: the
-driver saw a kernel. `..._a_rollout`: the mean over rollouts of waiting for vLLM, and of all the agent did.
+A step is the time between two recordings, including the second (`rest_s`). `generating_s`: vLLM had a request;
+`engine_tokens_per_s` is over that time. `idle_share`: there was neither a request nor an update. `gpu_share`: the
+driver reported a kernel. `..._a_rollout`: the mean over rollouts of waiting for vLLM, and of the agent's whole time.
 
     python bench/one_gpu.py --out one_gpu.json
-    python bench/one_gpu.py --out one_gpu.json --steps 4    measures longer
+    python bench/one_gpu.py --out one_gpu.json --steps 4    measures more steps
     python bench/one_gpu.py --command "python -m vllm.entrypoints.cli.main serve"
-    python bench/one_gpu.py --size tiny --tasks 2 --group 4 --new-tokens 16 --sandbox-s 0.3    shows that it runs
+    python bench/one_gpu.py --size tiny --tasks 2 --group 4 --new-tokens 16 --sandbox-s 0.3    tests this script
 """
 
 import argparse
@@ -85,7 +85,7 @@ def dtype() -> torch.dtype:
 
 
 def write_shape(folder: Path, size: str) -> Path:
-    """A model folder without weights. Each byte is a token; the other tokens only come from sampling."""
+    """Write a model folder without weights. Each byte is a token; the other tokens occur only by sampling."""
     folder.mkdir()
     config = shape(size)
     config.save_pretrained(folder)
@@ -104,7 +104,7 @@ def write_shape(folder: Path, size: str) -> Path:
 
 
 def write_tasks(folder: Path, count: int, prompt_tokens: int) -> Path:
-    """Instructions of digits, which most tokenizers take one by one."""
+    """Write tasks whose instructions are digits, which most tokenizers encode one by one."""
     for index in range(count):
         numbers = " ".join(str(index * 1000 + number) for number in range(prompt_tokens))[:prompt_tokens]
         for name, text in {
@@ -120,7 +120,7 @@ def write_tasks(folder: Path, count: int, prompt_tokens: int) -> Path:
 
 
 class Meter:
-    """For how long something was going on, however much of it at once."""
+    """Measures for how long at least one of several overlapping activities was running."""
 
     def __init__(self) -> None:
         self._count, self._since, self._total = 0, 0.0, 0.0
@@ -144,7 +144,7 @@ class Meter:
 
 @dataclass
 class Meters:
-    """What engine and trainer do, summed up from the start."""
+    """Totals of engine and trainer since the start."""
 
     generating: Meter = field(default_factory=Meter)
     busy: Meter = field(default_factory=Meter)
@@ -198,7 +198,7 @@ class MeteredEngine:
 
 @dataclass(slots=True, kw_only=True)
 class MeteredLearner(LocalLearner):
-    """As in any run, but its updates are seen."""
+    """The learner of a run, with its updates measured."""
 
     meters: Meters
 
@@ -208,7 +208,7 @@ class MeteredLearner(LocalLearner):
 
 
 class Gpu:
-    """What the driver says twice a second: share of time with a kernel at work, and memory of all processes."""
+    """Asks the driver twice a second for the share of time with a running kernel, and the memory of all processes."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, float, float]] = []
@@ -268,8 +268,8 @@ class Bench:
 
     def save(self, summary: dict[str, Any] | None = None) -> None:
         if self.args.out:
-            told = {name: str(value) for name, value in vars(self.args).items()}
-            found = {"machine": machine(), "settings": told, "steps": self.rows, "summary": summary}
+            settings = {name: str(value) for name, value in vars(self.args).items()}
+            found = {"machine": machine(), "settings": settings, "steps": self.rows, "summary": summary}
             self.args.out.write_text(json.dumps(found, indent=1))
 
 
@@ -278,7 +278,7 @@ async def nothing_due(version: int) -> dict[str, float]:
 
 
 class MeteredRecord:
-    """Implements `Record`: a row for each step, kept at once."""
+    """Implements `Record`: a row for each step, saved immediately."""
 
     def __init__(self, bench: Bench, mode: str, kept: StepRecord) -> None:
         self._bench, self._mode, self._kept = bench, mode, kept
@@ -317,7 +317,7 @@ class MeteredRecord:
 
 
 def peak_gib() -> float | None:
-    """Of this process, since it was last asked."""
+    """Return the peak of this process since the last call."""
     if DEVICE != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -337,12 +337,12 @@ def line(row: dict[str, Any]) -> str:
 
 
 def num_warmup(args: argparse.Namespace, max_staleness: int) -> int:
-    """Until everything is compiled, and rollouts are begun as early as they ever will be."""
+    """Return the number of steps until everything is compiled and rollouts start as early as they can."""
     return args.warmup + max_staleness
 
 
 def settings(args: argparse.Namespace, folder: Path, model_dir: Path, max_staleness: int) -> RunConfig:
-    at_once = args.tasks * args.group * (max(MODES.values()) + 1)  # those of a step, and those begun early
+    at_once = args.tasks * args.group * (max(MODES.values()) + 1)  # those of a step, and those started early
     agent = {
         "turns": args.turns,
         "sandbox_s": args.sandbox_s,
@@ -376,7 +376,7 @@ def wanted_of(config: RunConfig, model_dir: Path) -> ServerRequirements:
 
 
 def summarise(rows: list[dict[str, Any]], sandbox_s: float) -> dict[str, float]:
-    """Means over the measured steps of each mode, and what both say together."""
+    """Return the means over the measured steps of each mode, and their ratio."""
 
     def mean(mode: str, name: str) -> float:
         return fmean(row[name] for row in rows if row["mode"] == mode and row["measured"])

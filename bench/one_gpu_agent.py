@@ -1,4 +1,4 @@
-"""A Harbor agent for benchmarks: so many model calls, and after each a command that takes its time in the sandbox."""
+"""A Harbor agent for benchmarks: a number of model calls, each followed by a slow command in the sandbox."""
 
 import shlex
 import zlib
@@ -9,7 +9,7 @@ from harbor import AgentContext, BaseAgent, BaseEnvironment
 
 
 class TurnsAgent(BaseAgent):
-    """Does nothing useful, at a given pace."""
+    """Makes model calls and runs commands at a given rate, without solving the task."""
 
     def __init__(self, *args: Any, turns: int, sandbox_s: float, spread: float, observed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class TurnsAgent(BaseAgent):
     async def setup(self, environment: BaseEnvironment) -> None: ...
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """What a command prints follows from what the model said, so that no two rollouts go on alike."""
+        """The output of a command depends on the model's reply, so that all rollouts differ."""
         messages = [{"role": "user", "content": instruction}]
         headers = {"Authorization": f"Bearer {self._extra_env['OPENAI_API_KEY']}"}
         timeout = aiohttp.ClientTimeout(total=None)

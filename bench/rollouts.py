@@ -1,10 +1,10 @@
 """Trials per minute on one machine: `harbor run` with its defaults, Dockyard on Docker, Dockyard in its own sandbox.
 
-The same oracle task everywhere, so that nothing is measured but the machinery: environment, verifier, bookkeeping.
-Harbor's time is counted from its first trial's start to its last one's end: starting its command line is left out.
+All rows run the same oracle task, so that only environment, verifier and bookkeeping are measured.
+Harbor's time is from the start of its first trial to the end of its last, without starting its command line.
 
     tools/install-docker.sh && python bench/rollouts.py
-    python bench/rollouts.py --leaks          200 trials in sandboxes, 32 at once: what is left of them
+    python bench/rollouts.py --leaks          200 trials in sandboxes, 32 concurrent: resources before and after
 """
 
 import argparse
@@ -47,7 +47,7 @@ TASK = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one way of running gave."""
+    """The results of one way to run trials."""
 
     name: str
     at_once: int
@@ -69,7 +69,7 @@ def write_task(folder: Path) -> Path:
 
 
 def harbor(task: Path, folder: Path, trials: int, at_once: int) -> Figures:
-    """`harbor run` as a user would call it."""
+    """Run `harbor run` as a user would."""
     command = [Path(sys.executable).with_name("harbor"), "run", "-p", task, "-a", "oracle", "-e", "docker"]
     flags = ["-k", trials, "-n", at_once, "-o", folder, "--job-name", f"n{at_once}", "-y", "-q"]
     subprocess.run([*map(str, command), *map(str, flags)], check=True, stdout=subprocess.DEVNULL)
@@ -98,7 +98,7 @@ def _with_rest(phases: dict[str, float], total: float) -> dict[str, float]:
 
 
 async def ours(kind: str, task: Path, folder: Path, trials: int, at_once: int) -> Figures:
-    """The same pool and trials as in a training run, in Docker or in a sandbox made by this mechanism."""
+    """Run the pool and trials of a training run, in Docker or in a sandbox with this mechanism."""
     which = {"type": "docker"} if kind == "docker" else {"type": "sandbox", "sandbox": kind}
     config = RunConfig(
         agent=AgentConfig(name="oracle"),
@@ -127,7 +127,7 @@ def _ignore(_: Rollout) -> None: ...
 
 
 def show(figures: Sequence[Figures]) -> None:
-    """One table; ratios to Harbor at one trial at a time, and at its best."""
+    """Print one table, with ratios to Harbor with one trial at a time, and to its best rate."""
     theirs = [row for row in figures if row.name == "harbor run"]
     alone = next(row.per_minute for row in theirs if row.at_once == 1)
     best = max(row.per_minute for row in theirs)
@@ -142,7 +142,7 @@ def show(figures: Sequence[Figures]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this process holds of the machine."""
+    """The resources of the machine that this process holds."""
 
     processes: int
     file_descriptors: int
@@ -168,7 +168,7 @@ def _descendants() -> int:
 
 
 async def leaks(kind: str, task: Path, folder: Path) -> None:
-    """Before, after the first 40 (everything is imported and every thread started by then), after 240."""
+    """Measure before, after the first 40 (all modules imported and all threads started), and after 240."""
     await ours(kind, task, folder / f"warm-{kind}", 40, 32)
     before = Held.now()
     figures = await ours(kind, task, folder / f"run-{kind}", 200, 32)

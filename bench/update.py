@@ -1,11 +1,11 @@
 """One GRPO update on one GPU: Dockyard against TRL and against plain transformers + PEFT, on the same tokens.
 
-A 7B policy (Qwen2.5-7B's shape, random weights), LoRA r=16, bf16. Old logprobs are given on all sides; the pass that
-makes reference logprobs has a column of its own. MFU counts 4 N T for the weights (N without the input embeddings) and
-7 T^2 d L for causal attention, whatever is computed twice, of 790 TFLOP/s, which is what an H200 gives matrix products.
+A 7B policy (Qwen2.5-7B's shape, random weights), LoRA r=16, bf16. Old logprobs are given in all systems; the pass for
+reference logprobs has its own column. MFU counts 4 N T for the weights (N without the input embeddings) and 7 T^2 d L
+for causal attention, without recomputation, relative to 790 TFLOP/s, which an H200 reaches in matrix products.
 
     python bench/update.py [--lengths 4096,16384] [--systems ours,trl,plain] [--parts lengths,shared,head,gradients,moe]
-    python bench/update.py --parts lengths --systems ours --card-gib 24 --offload    as on a smaller card
+    python bench/update.py --parts lengths --systems ours --card-gib 24 --offload    with the memory of a smaller GPU
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Figure:
 
 
 def random_model(config: Any, kind: Any, device: str) -> Any:
-    """Made where it will run; the numbers do not matter, but they are not degenerate."""
+    """Create a model with random weights on its device. The values do not matter, but are not degenerate."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     try:
@@ -111,7 +111,7 @@ def example(rng: np.random.Generator, prompt: np.ndarray, num_own: int) -> Examp
 
 
 def timed(work: Callable[[], Any], device: str, *, repeats: int = 1, warm: bool = False) -> tuple[float, float] | None:
-    """Seconds and the most memory, if need be after a first time that compiles; None if it does not fit."""
+    """Return seconds and peak memory, after a warm-up call that compiles if needed; None if it does not fit."""
     try:
         if warm:
             work()
@@ -132,7 +132,7 @@ def timed(work: Callable[[], Any], device: str, *, repeats: int = 1, warm: bool 
 
 
 def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
-    """Packed, but every sequence whole: as many to a row as fit."""
+    """Pack as many whole sequences into a row as fit, without sharing."""
     rows: list[list[Example]] = []
     for item in examples:
         if not rows or sum(len(other.token_ids) for other in rows[-1]) + len(item.token_ids) > row_tokens:
@@ -142,7 +142,7 @@ def unshared(examples: list[Example], row_tokens: int) -> list[Tree]:
 
 
 def side_by_side(examples: list[Example]) -> PackedRow:
-    """One row of sequences that have nothing in common."""
+    """Return one row of sequences without a common prefix."""
     alone = [row for item in examples for row in pack([item], len(item.token_ids))]
     starts = np.cumsum([0, *(len(row.token_ids) for row in alone)]).astype(np.int32)
     fields = ("token_ids", "positions", "targets", "old_logprobs", "advantages", "weights")
@@ -156,7 +156,7 @@ def side_by_side(examples: list[Example]) -> PackedRow:
 
 
 class Ours:
-    """The trainer as a run uses it."""
+    """Dockyard's trainer, as a run uses it."""
 
     name = "dockyard"
 
@@ -165,7 +165,7 @@ class Ours:
         self.policy = Policy(base, self.trainer, GRPOConfig(kl_coef=0), temperature=1.0, seed=0)
 
     def update(self, examples: list[Example], *, shared: bool = True, row_tokens: int | None = None) -> None:
-        """Rows, loss, gradients and the optimiser's step; in rows as a run has them, unless told otherwise."""
+        """Run packing, loss, gradients and the optimizer step. The rows are those of a run unless given."""
         row_tokens = row_tokens or self.trainer.micro_batch_tokens
         self.policy.train_on(plant(examples, row_tokens) if shared else unshared(examples, row_tokens), lr=1e-5)
 
@@ -174,13 +174,13 @@ class Ours:
             self.policy._network.reference(tree, 1.0)
 
     def close(self) -> None:
-        """Leave the base model as it was: nobody else is to run our compiled layers."""
+        """Restore the base model, so that other systems do not run the compiled layers."""
         for layer in self.policy.model.unload().model.layers:
             replace_call(layer, None)
 
 
 class Plain:
-    """What one writes first: PEFT as it comes, one sequence at a time, activation checkpointing, all logits."""
+    """Plain PEFT: one sequence at a time, activation checkpointing, all logits."""
 
     name = "transformers + PEFT"
 
@@ -218,7 +218,7 @@ class Plain:
 
 
 class Trl:
-    """Its GRPOTrainer's own loss with its defaults, on batches as its loop would make them of these sequences."""
+    """The loss of TRL's GRPOTrainer with its defaults, on the batches that its loop would make of these sequences."""
 
     name = "TRL"
 
@@ -301,7 +301,7 @@ def free(device: str) -> None:
 
 
 class Table:
-    """Prints each line when it is known, and keeps them in a file."""
+    """Prints each line as soon as it is measured, and saves all lines to a file."""
 
     def __init__(self, out: Path | None) -> None:
         self._out, self._figures = out, list[Figure]()
@@ -315,7 +315,7 @@ class Table:
 
 
 def measure_lengths(base: Any, name: str, lengths: list[int], table: Table, device: str) -> None:
-    """A quarter of each sequence is prompt, the rest sampled."""
+    """Measure sequences of which a quarter is the prompt and the rest is sampled."""
     system = SYSTEMS[name](base)
     for length in lengths:
         rng = np.random.default_rng(length)
@@ -342,7 +342,7 @@ def measure_lengths(base: Any, name: str, lengths: list[int], table: Table, devi
 
 
 def measure_group(base: Any, names: list[str], table: Table, device: str, scale: int) -> None:
-    """Eight rollouts that begin with the same tokens, as agents' do."""
+    """Measure eight rollouts with a common prefix, as agents make them."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 150_000, PREFIX // scale)
     group = [example(rng, prompt, OWN // scale) for _ in range(GROUP)]
@@ -362,7 +362,7 @@ def measure_group(base: Any, names: list[str], table: Table, device: str, scale:
 
 
 def all_heads(module: Any, query: Any, key: Any, value: Any, attention_mask: None, **more: Any) -> tuple[Any, None]:
-    """Attention for transformers in float32, for which torch's fused kernel knows no groups of heads."""
+    """Attention for transformers in float32, for which torch's fused kernel does not support grouped heads."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -418,7 +418,7 @@ def measure_gradients(device: str, tiny: bool) -> None:
 
 
 def measure_head(device: str, tiny: bool) -> None:
-    """Logprobs of 16k tokens and their gradients: ours against Liger's kernel and all logits at once."""
+    """Measure logprobs of 16k tokens and their gradients: Dockyard against Liger's kernel and all logits at once."""
     liger: Any = import_module("liger_kernel.transformers.functional")  # nothing else here needs it
 
     num, hidden, vocab = (16_384, 3584, 152_064) if not tiny else (64, 56, 500)
@@ -446,7 +446,7 @@ def measure_head(device: str, tiny: bool) -> None:
 
 
 def measure_moe(table: Table, device: str, tiny: bool) -> None:
-    """Qwen3-Coder-30B-A3B's shape."""
+    """Measure Qwen3-Coder-30B-A3B's shape."""
     shape: dict[str, Any] = (
         {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
          "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

@@ -1,7 +1,7 @@
 """`python -m src.train --config configs/harbor_8b.toml`: train with Prime-RL, from a checkout of this repository.
 
-The file may be Prime-RL's own, in today's form or an older one, or a run file. `dockyard backend prime-rl FILE` is the
-same.
+The file may be a run file, or a settings file of Prime-RL in its current or an older form. `dockyard backend prime-rl
+FILE` does the same.
 """
 
 import argparse

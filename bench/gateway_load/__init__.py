@@ -1,1 +1,1 @@
-"""What `bench/gateway.py` runs: agents in the manner of qwen-code, and the servers they talk to."""
+"""The parts of `bench/gateway.py`: agents that imitate qwen-code, and the servers they call."""

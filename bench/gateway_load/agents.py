@@ -1,4 +1,4 @@
-"""Agents in the manner of qwen-code, on made-up text of the size that its prompts have."""
+"""Agents that imitate qwen-code, with synthetic text of the size of its prompts."""
 
 import json
 import random
@@ -43,7 +43,7 @@ class Agent:
         return b'{"model":"%s","messages":[' % MODEL.encode() + b",".join(self.parts) + self._tail
 
     def take(self, answer: bytes) -> None:
-        """Hear what the policy said, and give its tool call a result."""
+        """Read the policy's reply, and add a result of its tool call."""
         events = [line.removeprefix(b"data: ") for line in answer.splitlines() if line.startswith(b"data: {")]
         chunks = list(map(json.loads, events))
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
@@ -56,7 +56,7 @@ class Agent:
 
 
 def dump(value: object) -> bytes:
-    """JSON as JavaScript writes it."""
+    """Serialize to JSON as JavaScript does."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -65,7 +65,7 @@ def _said(deltas: Sequence[Json], what: str) -> str:
 
 
 def _tool_call(deltas: Sequence[Json]) -> Json:
-    """The call of a stream, with its arguments parsed and written anew."""
+    """Return the tool call of a stream, with its arguments parsed and serialized again."""
     name = next(delta["function"]["name"] for delta in deltas if delta["function"].get("name"))
     arguments = json.loads("".join(delta["function"].get("arguments") or "" for delta in deltas))
     rewritten = dump({key: _number(value) for key, value in arguments.items()}).decode()
@@ -90,7 +90,7 @@ def _tool(rng: random.Random, number: int) -> Json:
 
 
 def _prose(rng: random.Random, num_words: int) -> str:
-    """Sentences of advice that nobody gave."""
+    """Return synthetic sentences."""
     words = rng.choices(WORDS, k=num_words)
     ends = [". " if at % 11 == 10 else ".\n- " if at % 29 == 28 else " " for at in range(num_words)]
     return "".join(word + end for word, end in zip(words, ends, strict=True)).strip()

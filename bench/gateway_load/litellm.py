@@ -1,4 +1,4 @@
-"""LiteLLM's proxy as its documentation runs it in production, with one worker and with no business off this machine."""
+"""LiteLLM's proxy with the production settings of its documentation, one worker, no connections to other machines."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ async def litellm_proxy(upstream: str) -> AsyncGenerator[Server]:
 
 
 def _command() -> Path:
-    """LiteLLM's, in an environment of its own, installed on first use."""
+    """Return LiteLLM's command, in its own environment, installed on first use."""
     venv = ROOT / ".cache" / "bench" / f"litellm-{VERSION}"
     if not (venv / "bin" / "litellm").exists():
         print(f"installing LiteLLM {VERSION} into {venv.relative_to(ROOT)} ...", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The servers under load, each in a process of its own, and what the system says about that process."""
+"""The servers under load, each in its own process, and the resources of that process."""
 
 import asyncio
 import ctypes
@@ -52,7 +52,7 @@ class Server:
         return self._order("close") if self.pipe else []
 
     def cpu_s(self) -> float:
-        """Of all threads, user and system. The clock's number is what Linux's `clock_getcpuclockid` gives."""
+        """CPU time of all threads, user and system. The clock id is that of Linux's `clock_getcpuclockid`."""
         return time.clock_gettime((~self.pid << 3) | 2)
 
     def resident_mb(self) -> float:
@@ -60,7 +60,7 @@ class Server:
         return num_pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def held_mb(self) -> float:
-        """Resident memory without what the allocator keeps for later."""
+        """Resident memory without what the allocator keeps for reuse."""
         self._order("trim")
         return self.resident_mb()
 
@@ -72,7 +72,7 @@ class Server:
 
 @asynccontextmanager
 async def own_process(name: str, serve: Callable[..., None], *arguments: object) -> AsyncGenerator[Server]:
-    """Runs `serve(pipe, *arguments)`, which sends its URL when it listens."""
+    """Run `serve(pipe, *arguments)`, which sends its URL when it listens."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=True)
@@ -87,7 +87,7 @@ async def own_process(name: str, serve: Callable[..., None], *arguments: object)
 
 
 class InstantEngine:
-    """Implements `dockyard.engine.protocol.Engine`: says the same each time, cut into tokens as no tokenizer would."""
+    """Implements `dockyard.engine.protocol.Engine`: the same reply each time, in a non-canonical tokenization."""
 
     context_length = 131_072
     version = 0
@@ -112,7 +112,7 @@ class InstantEngine:
 
 
 def _cut(text: str) -> list[str]:
-    """Pieces of three characters; control tokens stay whole, as a model draws them."""
+    """Split into pieces of three characters; control tokens stay whole, as a model samples them."""
     pieces: list[str] = []
     while text:
         mark = next((mark for mark in MARKS if text.startswith(mark)), None)
@@ -123,7 +123,7 @@ def _cut(text: str) -> list[str]:
 
 
 class Rerenderer(Renderer):
-    """Renders and tokenises the whole history each time, as a server without a memory does."""
+    """Renders and tokenizes the whole history each time, as a stateless server does."""
 
     def extend(self, prefix: object, calls: object, new: object, tools: object) -> IntArray | None:
         return None
@@ -149,7 +149,7 @@ async def _serve_gateway(pipe: Connection, kind: type[Renderer], folder: Path) -
 
 
 class _Orders:
-    """What a `Server` can ask of its gateway."""
+    """The commands that a `Server` sends to its gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -176,7 +176,7 @@ def serve_stub(pipe: Connection) -> None:
 
 
 async def _serve_stub(pipe: Connection) -> None:
-    """An OpenAI server that reads the request and answers with the engine's turn."""
+    """Run an OpenAI server that reads the request and answers with the engine's turn."""
     events = _stub_events()
 
     async def answer(request: web.Request) -> web.Response:

@@ -16,7 +16,7 @@ from harbor_grpo_local import check, settings_of
 from harbor_grpo_local import parser as local_parser
 
 from dockyard.backends.modal.app import GPU, app
-from dockyard.backends.modal.launch import train_from_here, train_over_there
+from dockyard.backends.modal.launch import train_on_modal, train_with_remote_policy
 from dockyard.cli.terminal import configure_logging, show
 from dockyard.errors import DockyardError, UsageError
 
@@ -73,7 +73,7 @@ def refuse(given: argparse.Namespace, words: Sequence[str]) -> None:
 
 def here(given: argparse.Namespace, words: Sequence[str]) -> int:
     """Loop and rollouts on this machine."""
-    run_training = partial(train_from_here, gpu=given.gpu, secret_names=names(given.secrets))
+    run_training = partial(train_with_remote_policy, gpu=given.gpu, secret_names=names(given.secrets))
     if given.resume:
         return train({}, [f"--resume={given.resume}", *words], run_training)
     return train(settings_of(given), words, run_training)
@@ -86,7 +86,7 @@ def there(given: argparse.Namespace, words: Sequence[str]) -> int:
     name = Path(given.resume or settings.pop("run_dir")).name
     everything = [*arguments_of(settings), *words, *(["--skip-training"] if given.skip_training else [])]
     resume = given.resume is not None
-    return train_over_there(everything, name, resume=resume, gpu=given.gpu, secret_names=names(given.secrets))
+    return train_on_modal(everything, name, resume=resume, gpu=given.gpu, secret_names=names(given.secrets))
 
 
 def names(text: str) -> list[str]:

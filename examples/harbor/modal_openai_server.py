@@ -9,31 +9,31 @@ import os
 import sys
 from typing import NoReturn
 
-from dockyard.backends.modal import server_app
+from dockyard.backends.modal import server
 from dockyard.backends.modal.app import GPU
 from dockyard.cli.terminal import show
 from dockyard.errors import DockyardError
 
-app = server_app.app
+app = server.app
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments, with their defaults."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
-    add("--model", default=server_app.DEFAULT_MODEL, help="a Hub name")
+    add("--model", default=server.DEFAULT_MODEL, help="a Hub name")
     add("--adapter", help="a LoRA adapter in the volume, e.g. runs/NAME/adapters/v00050")
     add("--gpu", default=GPU, help="as Modal names it, e.g. A100-80GB")
-    add("--secrets", default=server_app.DEFAULT_SECRET, help="names of Modal secrets, with commas between")
+    add("--secrets", default=server.DEFAULT_SECRET, help="names of Modal secrets, with commas between")
     return result
 
 
 def main() -> NoReturn:
     """Deploy with these arguments."""
     given = parser().parse_args()
-    names = {server_app.MODEL: given.model, server_app.GPU_VARIABLE: given.gpu, server_app.SECRETS: given.secrets}
+    names = {server.MODEL: given.model, server.GPU_VARIABLE: given.gpu, server.SECRETS: given.secrets}
     if given.adapter:
-        names[server_app.ADAPTER] = given.adapter
+        names[server.ADAPTER] = given.adapter
     os.execvpe("modal", ["modal", "deploy", __file__], os.environ | names)
 
 

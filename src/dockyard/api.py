@@ -23,7 +23,7 @@ from dockyard.settings.load import load, load_run_config
 from dockyard.settings.text import settings_by_key
 
 if TYPE_CHECKING:
-    from dockyard.convert.sample import Sample
+    from dockyard.convert.samples import Sample
     from dockyard.convert.tokenize import SavedTokenizer
 
 __all__ = ["Run", "convert_job", "evaluate", "load_run", "run_rollouts", "train"]
@@ -109,7 +109,8 @@ def convert_job(
     with harbor_environment():
         from dockyard.convert.read import read_trials
         from dockyard.convert.report import ConversionReport
-        from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
+        from dockyard.convert.sample_files import open_writer
+        from dockyard.convert.samples import SampleNumbers, converted_samples
         from dockyard.convert.tokenize import load_renderer
 
         if text and tokenizer is None:

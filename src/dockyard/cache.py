@@ -1,9 +1,9 @@
-"""Where fetched models and datasets are kept."""
+"""The folder of downloaded models and datasets."""
 
 import os
 from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`DOCKYARD_CACHE`, or a folder in the user's own."""
+    """Return `DOCKYARD_CACHE`, or `~/.cache/dockyard`."""
     return Path(os.environ.get("DOCKYARD_CACHE") or "~/.cache/dockyard").expanduser()

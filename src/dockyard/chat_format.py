@@ -22,16 +22,11 @@ def chat_message(message: Message) -> Json:
         wire["reasoning_content"] = message.reasoning
     if message.calls:
         wire["content"] = message.text or None
-        wire["tool_calls"] = chat_calls(message)
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
+            for call in message.calls
+        ]
     return wire
-
-
-def chat_calls(message: Message) -> list[Json]:
-    """Convert a message's tool calls to their Chat Completions form."""
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json()}}
-        for call in message.calls
-    ]
 
 
 def parse_message(wire: Mapping[str, Any]) -> Message:

@@ -24,7 +24,7 @@ _POLL_S = 0.2
 
 @contextmanager
 def stopped_by_signals() -> Generator[None]:
-    """Inside, the first signal raises KeyboardInterrupt in the main thread."""
+    """Make the first signal raise KeyboardInterrupt in the main thread."""
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         yield
@@ -36,7 +36,7 @@ def stopped_by_signals() -> Generator[None]:
 
 @contextmanager
 def signal_handlers_restored() -> Generator[None]:
-    """Put the signal handlers back at the end of the block, also after a signal. For callers that outlive the work."""
+    """Restore the signal handlers when the block ends, also after a signal. For callers that outlive the work."""
     if not _is_main_thread():
         yield
         return
@@ -45,7 +45,7 @@ def signal_handlers_restored() -> Generator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: installed by C code, which Python cannot put back
+            if handler is not None:  # None: installed by C code, which Python cannot restore
                 signal.signal(number, handler)
 
 
@@ -197,7 +197,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @asynccontextmanager
 async def ends_with(process: Process, reason: Callable[[], DockyardError]) -> AsyncGenerator[None]:
-    """The block is given up when the process ends, with this reason: nobody would start it again."""
+    """Cancel the block and raise this error when the process ends, because nothing would start it again."""
     block = asyncio.current_task()
     assert block is not None
     cancels = block.cancelling()
@@ -210,7 +210,7 @@ async def ends_with(process: Process, reason: Callable[[], DockyardError]) -> As
     try:
         yield
     except asyncio.CancelledError:
-        if not watching.done() or block.cancelling() > cancels + 1:  # somebody else wants it to end
+        if not watching.done() or block.cancelling() > cancels + 1:  # cancelled by something else
             raise
         raise reason() from None
     finally:
@@ -219,14 +219,14 @@ async def ends_with(process: Process, reason: Callable[[], DockyardError]) -> As
 
 
 class Sink(Protocol):
-    """Takes a command's output as it comes. True: it has enough, and the command may as well end."""
+    """Receives a command's output as it arrives. `write` returns True if it needs no more, so the command may end."""
 
     def write(self, data: bytes, /) -> bool | None: ...
 
 
 @dataclass(slots=True)
 class Output:
-    """A command's output as text: the first and the last megabyte of it."""
+    """A command's output as text. It keeps the first and the last megabyte."""
 
     keep_bytes: int = 1 << 20
     head: bytearray = field(default_factory=bytearray)

@@ -1,7 +1,8 @@
-"""Run a command and everything it starts for as long as another process holds this one's stdin open.
+"""Run a command as long as another process keeps this one's stdin open.
 
-`python -I supervise.py SECONDS COMMAND...`: when stdin ends, because its holder closed it or died, the command gets
-SIGTERM, and SIGKILL after SECONDS. Imports nothing of Dockyard, because its Python path is the command's.
+`python -I supervise.py SECONDS COMMAND...`: when stdin ends, because the other process closed it or ended, the command
+and everything it started get SIGTERM, and SIGKILL after SECONDS. Imports nothing of Dockyard, because its Python path
+is the command's.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import threading
 
 
 def main(patience_s: float, command: list[str]) -> int:
-    """The command's exit code; of one ended by a signal as a shell has it."""
+    """Return the command's exit code; 128 + the signal if a signal ended it, as in a shell."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_with_stdin, args=(child, patience_s), daemon=True).start()
     code = child.wait()
@@ -38,5 +39,5 @@ def _signal(group: int, number: int) -> None:
 
 if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_DFL)  # who started us may ignore them, and the command would inherit that
+        signal.signal(ignored, signal.SIG_DFL)  # the parent may ignore them, and the command would inherit that
     sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -16,7 +16,7 @@ from dockyard.collect.rollout import collect_rollouts
 from dockyard.collect.run_order import prepare
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rollout.agents.rows import asks_no_model
+from dockyard.rollout.agents.wiring import asks_no_model
 from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
 
 logger = logging.getLogger(__name__)

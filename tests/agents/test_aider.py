@@ -1,4 +1,4 @@
-"""aider over Chat Completions without tools: it tells its history anew in every call, so no call continues another."""
+"""aider over Chat Completions without tools: it rewrites its history in every call, so no call continues another."""
 
 from pathlib import Path
 

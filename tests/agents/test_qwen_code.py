@@ -1,4 +1,4 @@
-"""qwen-code over Chat Completions: it writes arguments anew, trims thoughts, and re-samples what it does not like."""
+"""qwen-code over Chat Completions: it re-serializes arguments, trims reasoning, and retries replies that it rejects."""
 
 from pathlib import Path
 

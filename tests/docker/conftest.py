@@ -8,8 +8,8 @@ from docker_engine import BASE, docker, use_engine
 from docker_environment import NAME
 
 from dockyard.config import EnvironmentConfig
-from dockyard.rollout.docker import docker_site
 from dockyard.rollout.docker.images import TASK_LABEL
+from dockyard.rollout.docker.site import docker_site
 from dockyard.rollout.environments import Site
 
 
@@ -26,7 +26,7 @@ async def site() -> AsyncGenerator[Site]:
 
 @pytest.fixture
 def dockerfile() -> Iterator[str]:
-    """One that nobody built before."""
+    """An image that was not built before."""
     mark = uuid.uuid4().hex
     yield f"FROM {BASE}\nRUN echo {mark} >/mark\n"
     for image in docker("image", "ls", "--quiet", "--filter", f"label={TASK_LABEL}={NAME}").split():

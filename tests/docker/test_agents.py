@@ -16,7 +16,7 @@ from scripted_policy import Say, ScriptedEngine, assert_one_segment, call, lines
 from trials import attempt_at, trial_runner, write_task
 
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig
-from dockyard.rollout.agents.rows import VALIDATED
+from dockyard.rollout.agents.wiring import VALIDATED
 from dockyard.types import Blame, Rollout
 
 pytestmark = [

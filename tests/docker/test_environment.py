@@ -24,10 +24,9 @@ from harbor.environments.base import SandboxBuildFailedError
 from dockyard.config import EnvironmentConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rollout.blame import DockerUnreachableError, ImageMissingError, SandboxDiedError
-from dockyard.rollout.docker import docker_site
-from dockyard.rollout.docker.compose import OWNER_LABEL, Owner
-from dockyard.rollout.docker.guard import read_state
+from dockyard.rollout.docker.docker_cli import read_state
 from dockyard.rollout.docker.images import images
+from dockyard.rollout.docker.site import OWNER_LABEL, Owner, docker_site
 
 pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own
 

@@ -218,7 +218,7 @@ def cache_c2bug(place: Path, rows: list[Json]) -> None:
 
 
 def mend(told: str) -> str:
-    """A command that mends the bug which the agent is told of."""
+    """A command that fixes the bug in the agent's instruction."""
     [edit] = [edit for edit in c2bug_repositories.EDITS if json.dumps(edit.problem, ensure_ascii=False)[1:-1] in told]
     return (
         f"python3 - <<'END'\nimport pathlib\np = pathlib.Path({edit.file!r})\n"

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 import pytest
 from docker_engine import BASE, docker
 
-from dockyard.rollout.docker.compose import PROJECT_LABEL, label_args, owner_labels
-from dockyard.rollout.docker.site import remove_leftovers, remove_run
+from dockyard.rollout.docker.site import PROJECT_LABEL, label_args, owner_labels, remove_leftovers, remove_run
 
 OWN = """
 import socket, subprocess, sys, time
 socket.gethostname = lambda: sys.argv[2]
-from dockyard.rollout.docker.compose import PROJECT_LABEL, label_args, owner_labels
+from dockyard.rollout.docker.site import PROJECT_LABEL, label_args, owner_labels
 labels = label_args(owner_labels("killed")) + ["--label", PROJECT_LABEL + "=" + sys.argv[2]]
 subprocess.run(["docker", "network", "create", *labels, sys.argv[2]], check=True, capture_output=True)
 subprocess.run(["docker", "run", "--detach", "--volume", "/data", *labels, sys.argv[1], "sleep", "600"], check=True)

@@ -14,7 +14,7 @@ from processes import descendants, wait_until_gone
 from tiny_policy import tiny_model_dir
 from trials import write_task
 
-from dockyard.rollout.docker.compose import OWNER_LABEL, Owner
+from dockyard.rollout.docker.site import OWNER_LABEL, Owner
 
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
 GROUP_SIZE, TASKS_PER_STEP, AT_ONCE = 6, 2, 8

@@ -9,7 +9,7 @@ from docker_environment import COMPOSE, GRADE, code_of, make, reward_of, run_tri
 from harbor.environments.base import SandboxBuildFailedError
 
 from dockyard.config import EnvironmentConfig
-from dockyard.rollout.docker import docker_site
+from dockyard.rollout.docker.site import docker_site
 from dockyard.rollout.environments import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore:Task.checksum will be deprecated:DeprecationWarning")  # Harbor's own

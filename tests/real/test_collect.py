@@ -219,7 +219,7 @@ async def by_command(engine: FakeEngine, **settings: object) -> AsyncGenerator[H
     with RunDir.create(Path("mine"), config) as run:
         async with open_pool(config, run, engine, tiny_renderer()) as pool:
             assert isinstance(pool.runner, TrialRunner)
-            yield HarborCliRunner.like(pool.runner)
+            yield HarborCliRunner(common=pool.runner)
 
 
 def attempt_of(task: Task) -> Attempt:

@@ -17,8 +17,10 @@ from trials import skip_without_terminals, write_task
 from dockyard.cli import main
 from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
-from dockyard.convert.read import Converted, read_trials
-from dockyard.convert.samples import groups_of, read_samples
+from dockyard.convert.conversation import Converted
+from dockyard.convert.read import read_trials
+from dockyard.convert.sample_files import read_samples
+from dockyard.convert.samples import groups_of
 from dockyard.rollout.order import Order
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Finish, Rollout, Segment, Task
@@ -56,7 +58,7 @@ def same(left: Segment, right: Segment, *, versions: bool = True) -> bool:
 
 
 def pieces(segment: Segment) -> list[tuple[bool, list[int]]]:
-    """What was told and what was said, in turns."""
+    """The messages to and from the model, in order."""
     edges = [0, *(np.flatnonzero(np.diff(segment.sampled)) + 1).tolist(), len(segment.sampled)]
     return [(bool(segment.sampled[a]), segment.token_ids[a:b].tolist()) for a, b in pairwise(edges)]
 

@@ -34,10 +34,9 @@ from dockyard.rollout.blame import SandboxDiedError, SealError
 from dockyard.rollout.sandbox import ENVIRONMENT
 from dockyard.rollout.sandbox.check import SandboxSetting, check_sandbox, diagnose
 from dockyard.rollout.sandbox.client import KILLED
-from dockyard.rollout.sandbox.confined import PLACES, landlock_abi, remove_leftovers
 from dockyard.rollout.sandbox.dockerfile import DockerfileError, read_image
 from dockyard.rollout.sandbox.environment import SandboxEnvironment
-from dockyard.rollout.sandbox.launch import outside_user
+from dockyard.rollout.sandbox.launch import PLACES, landlock_abi, outside_user, remove_leftovers
 from dockyard.rollout.verifier import VERIFIER
 
 pytestmark = [

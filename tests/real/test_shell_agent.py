@@ -1,4 +1,4 @@
-"""The `shell` agent through a real Harbor trial in a real sandbox, with an engine that says what it is told."""
+"""The `shell` agent through a real Harbor trial in a real sandbox, with a scripted engine."""
 
 import json
 import re

@@ -317,7 +317,7 @@ def _row(source: Source, edit: Edit, commit: str, checkout: Path, tests: dict[st
 
 
 def _patches(checkout: Path, edit: Edit) -> tuple[str, str]:
-    """What makes the bug, and what mends it."""
+    """The patch that introduces the bug, and the patch that fixes it."""
     file = checkout / edit.file
     text = file.read_text()
     assert text.count(edit.right) == 1, f"{edit.id}: {text.count(edit.right)} times in {edit.file}"

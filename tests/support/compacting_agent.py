@@ -14,8 +14,8 @@ class CompactingAgent(ShellAgent):
         self._url = f"{self._extra_env['OPENAI_BASE_URL']}/chat/completions"
         self._extra_env[API_KEY_VARIABLE] = self._extra_env["OPENAI_API_KEY"]
 
-    def _heard(self, reply: dict[str, Any]) -> str:
-        said = super()._heard(reply)
+    def _record(self, reply: dict[str, Any]) -> str:
+        said = super()._record(reply)
         if "compact" in said:
             self._history[1:] = [{"role": "user", "content": f"{SUMMARY} You said: {said}"}]
             self._thoughts.clear()  # they are found by place

@@ -77,7 +77,7 @@ def check_history(conversation: Conversation, of: Renderer, plain: Plain, stop: 
 
 
 def runs(segment: Segment, of: Renderer) -> list[tuple[bool, str]]:
-    """What was told and what was said, in turns."""
+    """The messages to and from the model, in order."""
     edges = [0, *(np.flatnonzero(np.diff(segment.sampled)) + 1).tolist(), len(segment.sampled)]
     return [(bool(segment.sampled[start]), of.text(segment.token_ids[start:end])) for start, end in pairwise(edges)]
 

@@ -12,8 +12,8 @@ from harbor import TrialVerifierConfig as VerifierConfig
 from harbor.models.task.config import EnvironmentConfig as TaskEnvironment
 from harbor.models.trial.paths import TrialPaths
 
-from dockyard.rollout.docker.compose import RUN_LABEL
 from dockyard.rollout.docker.environment import DockerEnvironment
+from dockyard.rollout.docker.site import RUN_LABEL
 from dockyard.rollout.environments import Site
 from dockyard.rollout.verifier import VERIFIER
 

@@ -8,7 +8,7 @@ from reply_agent import ReplyAgent
 
 
 class ForkingAgent(ReplyAgent):
-    """Two conversations, so two segments, unless it is told of a task that it calls easy."""
+    """Two conversations, so two segments, unless the task is marked as easy."""
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         headers = {"Authorization": f"Bearer {self._extra_env['OPENAI_API_KEY']}"}

@@ -1,4 +1,4 @@
-"""What the gateway's tests share: a small ChatML model folder made on the spot, an engine that says what it is told."""
+"""Shared by the gateway's tests: a small generated ChatML model folder, and a scripted engine."""
 
 import asyncio
 import json
@@ -189,5 +189,5 @@ async def until_sampled(gateway: Gateway) -> None:
 
 
 async def until_noticed(gateway: Gateway) -> None:
-    """That an agent has hung up: nobody waits any more."""
+    """An agent has disconnected and no longer waits."""
     await until(lambda: all(call.num_waiting == 0 for call in pending_calls(gateway)))

@@ -1,12 +1,12 @@
 """Modal on this machine, for tests: `modal_stand_in.py run SCRIPT ARGUMENTS...` is `modal run` without an account,
 `modal_stand_in.py serve SCRIPT` what a container of a web server does, and `modal_stand_in.py warm DESCRIPTOR` does the
-former for each order that comes, in processes that need not import torch any more.
+former for each order that comes, in processes that have imported torch already.
 
 Images, secrets and settings are Modal's own objects, and every call is checked against Modal's own signature. Functions
-run as processes of this machine that die with the caller, one at a time, and that are begun again with the same input
-when they are killed, as Modal does when it takes a machine away. Everything is kept in the folder $MODAL_STAND_IN:
+run as processes of this machine that end with the caller, one at a time. They are restarted with the same input when
+they are killed, as Modal does after a preemption. Everything is kept in the folder $MODAL_STAND_IN:
 
-    calls/NAME-3.pid   the process that carries out a call just now
+    calls/NAME-3.pid   the process that executes the call
     volume/            the volume, which is what $DOCKYARD_MODAL_MOUNT must name
 """
 
@@ -119,7 +119,7 @@ def web_server(port: int, **options: Any) -> Callable[[Any], Any]:
 
 
 class FunctionCall[*T]:
-    """A process, begun again when it is killed."""
+    """A process that is restarted when it is killed."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._name = f"{function.__name__}-{len(list((FOLDER / 'calls').glob('*.input')))}"
@@ -203,7 +203,7 @@ class App:
 
 
 def install() -> None:
-    """Be `modal` to whoever imports it from now on."""
+    """Replace the module `modal` for later imports."""
     stand_in = types.ModuleType("modal")
     stand_in.__dict__.update(real.__dict__)
     stand_in.__dict__.update(
@@ -263,7 +263,7 @@ def run_logged(order: tuple[list[str], Path]) -> None:
 
 
 def carry_out[T](orders: Connection, work: Callable[[T], None]) -> None:
-    """Each order in a process of its own, one at a time: tell its number, then how it ended."""
+    """Run each order in its own process, one at a time; report its number, then its exit status."""
     with contextlib.suppress(EOFError):
         while True:
             order = orders.recv()

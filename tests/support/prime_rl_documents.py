@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.backends.prime_rl.launch import BACKEND
-from dockyard.backends.prime_rl.translate import translate
+from dockyard.backends.prime_rl.own_file import translate
 from dockyard.config import RunConfig
 from dockyard.settings.load import load_run_config
 

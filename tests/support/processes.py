@@ -1,4 +1,4 @@
-"""Processes of a run under test, found through /proc, and told apart from those of anything else on the machine."""
+"""Processes of a run under test, found through /proc and distinguished from all others on the machine."""
 
 import time
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def descendants(pid: int) -> set[Process]:
 
 
 def alive(processes: set[Process]) -> set[Process]:
-    """Those that still run; zombies, whom nobody has collected yet, do not."""
+    """The processes that still run; zombies do not count."""
     return {process for process in processes if (stat := _stat(process.pid)) and stat[1] == process.started}
 
 

@@ -1,6 +1,6 @@
-"""An agent with habits of every kind, driven step by step against one session, and a policy that says what it is told.
+"""A randomized agent, driven step by step against one session, and a scripted policy.
 
-No HTTP and no threads: a history costs milliseconds. What was asked and sampled is kept for `exactness.py` to judge.
+No HTTP and no threads: a history costs milliseconds. Requests and samples are recorded for `exactness.py` to check.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class Asked:
 
 
 class HeldEngine(FakeEngine):
-    """Samples what it is told, when it is told."""
+    """Samples given replies at given times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Turns that one policy drew, given again to whoever asks with exactly the same prompt: off by one id is no answer."""
+"""Replays the turns of a policy for requests with exactly the same prompt ids; any other prompt gets no answer."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ def _given(answer: Answer) -> Generation | ContextOverflow:
 
 @dataclass(kw_only=True)
 class ReplayRouter(FakeSGLang):
-    """The same turns again, as SGLang's router gives them. A failure is final, so that nobody asks again."""
+    """Replays the turns as SGLang's router returns them. A failure is final, so that clients do not retry."""
 
     turns: Turns
 

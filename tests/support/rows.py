@@ -19,8 +19,8 @@ from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import TokenSessions
 from dockyard.rollout import pool as pool_module
 from dockyard.rollout.agents.wiring import runs_inside
-from dockyard.rollout.docker.compose import RUN_LABEL
 from dockyard.rollout.docker.docker_cli import ask
+from dockyard.rollout.docker.site import RUN_LABEL
 from dockyard.rollout.environments import Site, open_site, reachable
 from dockyard.rollout.order import Attempt, Order
 from dockyard.rollout.pool import RolloutPool

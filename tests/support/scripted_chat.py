@@ -1,4 +1,4 @@
-"""A hosted chat endpoint that says what a script tells it: text and tool calls, no token ids."""
+"""A hosted chat endpoint with scripted replies: text and tool calls, no token ids."""
 
 import json
 import threading

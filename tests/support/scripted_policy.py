@@ -1,6 +1,6 @@
-"""A policy that says what a script tells it, in the ids of a real tokenizer, never cut as that tokenizer would.
+"""A policy with scripted replies, in the ids of a real tokenizer but never in its canonical tokenization.
 
-Every prompt and every drawn token is kept, so that a test can compare what the engine saw with what would be trained.
+Every prompt and sampled token is recorded, so that a test can compare what the engine saw with what would be trained.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def voices(*voices: tuple[str, Script], main: Script) -> Script:
 
 
 def addressed(prompt: str) -> str:
-    """What tells conversations apart: how this one began and what was said last, without the policy's own turns."""
+    """Identifies a conversation by its first and last messages, without the policy's own turns."""
     first, *others = prompt.split(ASSISTANT)
     *_, last = [first, *(other.partition(END)[2] for other in others[:-1])]
     return first.partition("</tools>")[2] + last if "</tools>" in first else first + last

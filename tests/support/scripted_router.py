@@ -1,4 +1,4 @@
-"""An SGLang router on loopback whose policy says what a script tells it, and a run folder for whoever asks it."""
+"""An SGLang router on loopback with a scripted policy, and a run folder for its clients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ TOOLS: Any = [
 
 
 async def converse(client: AsyncOpenAI, *, stream: bool = False) -> list[Any]:
-    """Ask, run the tools, tell their results, until there is nothing more to run. Returns the history."""
+    """Call the model, run the tools and send their results until there are no tool calls. Return the history."""
     messages: list[Any] = [{"role": "user", "content": "Add some numbers."}]
     while True:
         message = await (ask_streaming if stream else ask)(client, messages)

@@ -99,7 +99,7 @@ class FakeServer:
         await self._site.start()
 
     def _take_port(self) -> None:
-        """For good: while the server is down, nobody else is given it."""
+        """Reserve it permanently, so that no other process gets it while the server is down."""
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as aiohttp's, which may then listen there too
         held.bind(("127.0.0.1", 0))
@@ -107,7 +107,7 @@ class FakeServer:
         self.port = held.getsockname()[1]
 
     async def stop_listening(self) -> None:
-        """As vLLM when it is told to end: who is connected stays connected, and gets nothing more."""
+        """Stop as vLLM does on SIGTERM: clients stay connected but receive nothing more."""
         assert self._site
         await self._site.stop()
 

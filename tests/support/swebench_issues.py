@@ -145,7 +145,7 @@ class Built:
 
 
 def build(issue: Issue, parse_log: ParseLog) -> Built:
-    """As SWE-bench is made: the tests that the fix mends and keeps are found by running them without and with it."""
+    """As in SWE-bench: run the tests without and with the fix to find those that it fixes or keeps passing."""
     source = next(each for each in SOURCES if each.repo == issue.repo)
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch, "checkout")

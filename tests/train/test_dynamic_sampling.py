@@ -27,7 +27,7 @@ def tasks_of(num_dull: int, num_telling: int) -> list[Task]:
 
 @dataclass
 class FakeRunner:
-    """Rollouts of a dull task all end alike. After so many it hangs, as if about to be killed."""
+    """Rollouts of a dull task all get the same reward. After `hangs_after` rollouts it hangs until it is killed."""
 
     hangs_after: int | None = None
     made: list[str] = field(default_factory=list)

@@ -135,7 +135,7 @@ async def test_a_context_longer_than_the_memory_is_refused_and_one_that_nobody_a
 
 
 class Paced:
-    """An engine that advances only as far as it is told to."""
+    """An engine that advances only by explicit steps."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._allowed, self._done = threading.Semaphore(0), 0

@@ -64,7 +64,7 @@ def flat(model: Any) -> Tensor:
 
 
 def plain_loss(model: Any, groups: list[Group]) -> Tensor:
-    """The policy gradient where nobody recorded logprobs: the ratio is 1 and nothing is clipped."""
+    """The policy gradient without recorded logprobs: the ratio is 1 and nothing is clipped."""
     total = torch.zeros(())
     for example in examples_of(groups, GRPOConfig(), with_idle=False):
         ids_T = torch.from_numpy(example.token_ids).long()

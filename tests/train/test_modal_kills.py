@@ -82,7 +82,7 @@ class ModalRun:
         return self._orders.recv()
 
     def policy_after(self, recorded: int) -> int:
-        """Wait for so many rollouts; returns the process that serves the policy just now."""
+        """Wait for this number of rollouts; return the process that serves the policy."""
         deadline = time.monotonic() + PATIENCE_S
         while num_recorded(self.run) < recorded:
             assert not self._orders.poll(), self.log  # it has ended

@@ -108,7 +108,7 @@ async def sampled(engine: TransformersEngine) -> Generation:
 
 @pytest.fixture(scope="module")
 def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of sizes that bitsandbytes would lay out anew for CPUs that have instructions for it."""
+    """Sizes whose layout bitsandbytes changes on CPUs with special instructions."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=320,

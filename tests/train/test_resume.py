@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from killable_runs import GROUP_SIZE, TASKS_PER_STEP, adapter, num_recorded, wri
 from killable_runs import settings as killable_settings
 from processes import Process, descendants, wait_until_gone
 
+import dockyard
 from dockyard.run_dir.run import RunDir, step_phase
 
 STEPS, NUM_HELDOUT = 5, 3
 PATIENCE_S = 1200  # only against hanging
+KILLED_BY_0_1_0 = Path(__file__).parents[1] / "data/killed_run.tar.xz"
+"""A run of two steps that was killed in the second, in the folder `/tmp/old`, as version 0.1.0 left it."""
 COMMAND = [sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())", "train"]
 
 
@@ -114,3 +118,21 @@ def test_a_run_killed_while_rollouts_were_early_ends_with_the_bits_its_rollouts_
     assert start([f"--resume={whole}"], log).wait() == 0, log.read_text()
     assert num_recorded(whole) == total  # nothing was made anew
     assert adapter(killed, STEPS) == adapter(whole, STEPS), f"seed {seed}, moment {moment}"
+
+
+def test_a_run_that_an_earlier_version_left_is_read_and_continued(tmp_path: Path):
+    killable = killable_settings(tmp_path, 2)
+    with tarfile.open(KILLED_BY_0_1_0) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run, config, log = tmp_path / "run", tmp_path / "run/config.toml", tmp_path / "log"
+    text = config.read_text().replace("/tmp/old/model", str(killable["model.name"])).replace("/tmp/old", str(tmp_path))
+    config.write_text(text)
+    before = {file.name: file.read_text() for file in run.glob("rollouts/*.jsonl")}
+    left = dockyard.load_run(run)
+    assert [row["step"] for row in left.metrics(as_="arrow").to_pylist()] == [0]
+    assert left.rollouts(as_="arrow").num_rows == num_recorded(run) == 11
+
+    assert start([f"--resume={run}"], log).wait() == 0, log.read_text()
+    assert num_recorded(run) == 2 * TASKS_PER_STEP * GROUP_SIZE
+    assert all((run / "rollouts" / name).read_text().startswith(lines) for name, lines in before.items())
+    assert adapter(run, 2) != adapter(run, 1)

@@ -12,7 +12,8 @@ from gateway_fakes import tiny_renderer
 from slime_stand_in import Sample as SlimeSample
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of, open_writer, read_samples
+from dockyard.convert.sample_files import open_writer, read_samples
+from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of
 from dockyard.convert.slime_pt import slime_rows
 from dockyard.errors import DockyardError
 from dockyard.types import Blame, Failure, Rollout, Segment

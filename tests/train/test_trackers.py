@@ -1,4 +1,4 @@
-"""The real trackers, none of which needs a network: what they were told is read back from their own files."""
+"""The real trackers, none of which needs a network: what they logged is read back from their own files."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def config_with(tracker: TrackerConfig) -> RunConfig:
 
 
 def train(run: RunDir, steps: range) -> None:
-    """What a run tells: records first, then trackers."""
+    """What a run reports: to its records first, then to trackers."""
     with open_trackers(run.config, run) as trackers:
         for step in steps:
             run.record_metrics(step, STEPS[step])
@@ -153,7 +153,7 @@ def test_trackio_holds_every_step_of_one_run_and_no_secret(tmp_path: Path, capsy
 
 
 class Broken:
-    """Implements `Tracker`: fails at the step it is told to."""
+    """Implements `Tracker`: fails at a given step."""
 
     def __init__(self, at: int) -> None:
         self.at = at

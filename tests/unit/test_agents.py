@@ -18,9 +18,18 @@ from harbor.utils.env import is_sensitive_env_key
 from dockyard.config import AgentConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.agents.preinstalled import AgentMissingError
-from dockyard.rollout.agents.rows import FORMATS, agent_names, class_of, list_agents, row_of
 from dockyard.rollout.agents.table import ROWS, AgentDialect, Wiring
-from dockyard.rollout.agents.wiring import Endpoint, agent_config, check_agent, runs_inside
+from dockyard.rollout.agents.wiring import (
+    FORMATS,
+    Endpoint,
+    agent_config,
+    agent_names,
+    check_agent,
+    class_of,
+    list_agents,
+    row_of,
+    runs_inside,
+)
 
 KEY = "a-key-of-one-rollout"
 ENDPOINT = Endpoint(root_url="http://gateway:8000", key=KEY)
@@ -152,7 +161,7 @@ def test_options_that_an_agent_does_not_have_are_refused():
 def test_options_that_shell_does_not_have_or_that_are_not_for_users_are_refused(name: str, hint: str):
     with pytest.raises(UsageError) as caught:
         check_agent(AgentConfig(name="shell", kwargs={name: ""}))
-    assert caught.value.message == f"`agent.kwargs.{name}` is no option of `shell`"
+    assert caught.value.message == f"`agent.kwargs.{name}` is not an option of `shell`"
     assert hint in caught.value.hint
 
 

@@ -23,7 +23,7 @@ import dockyard
 from dockyard import process
 from dockyard.api import setting_words
 from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrainerConfig
-from dockyard.convert.samples import read_samples
+from dockyard.convert.sample_files import read_samples
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import EVAL_BEFORE, Purpose, RunDir, step_phase
 from dockyard.settings.load import load_run_config

@@ -4,7 +4,7 @@ import pytest
 
 from dockyard.config import AgentConfig
 from dockyard.gateway.accounting import Recording
-from dockyard.rollout.agents.rows import must_ask
+from dockyard.rollout.agents.wiring import must_ask
 from dockyard.rollout.blame import CAUSES, Guilt, failure_of, is_worth_retrying
 from dockyard.types import Blame
 

@@ -32,7 +32,7 @@ PATIENCE_S = 600  # only against hanging
 
 @dataclass(slots=True)
 class FakeTraining:
-    """A training loop that remembers how it was called and ends as told."""
+    """A training loop that records how it was called and ends as given."""
 
     error: BaseException | None = None
     calls: list[tuple[RunConfig, Path]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from dockyard.collect.open import NoModel, find_model_files, open_pool
 from dockyard.collect.rollout import RolloutSummary
 from dockyard.config import AgentConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rollout.agents.rows import asks_no_model
+from dockyard.rollout.agents.wiring import asks_no_model
 from dockyard.run_dir.run import EVAL, ROLLOUTS, Purpose, RunDir, read_purpose
 from dockyard.tasks.generated import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout
@@ -155,7 +155,7 @@ async def test_a_port_in_use_is_named_with_the_reason_and_a_way_out(tmp_path: Pa
                 pass
     assert caught.value.message.startswith(f"`gateway.port` is {port}, where the gateway cannot listen: ")
     assert "address already in use" in caught.value.message
-    assert caught.value.hint == "`--gateway.port 0` takes a free one"
+    assert caught.value.hint == "`--gateway.port 0` uses a free port"
 
 
 def test_importing_the_package_loads_neither_torch_nor_harbor():

@@ -11,7 +11,7 @@ from finished_jobs import write_trial
 from gateway_fakes import tiny_model, tiny_renderer
 
 from dockyard.cli import main
-from dockyard.convert.samples import read_samples
+from dockyard.convert.sample_files import read_samples
 
 DETAILS: Any = {"prompt_token_ids": [[1, 5]], "completion_token_ids": [[6, 7]], "logprobs": [[-1.0, -2.0]]}
 
@@ -160,7 +160,7 @@ def test_a_source_is_not_written_over(job: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("nowhere", "`nowhere` does not exist"), ("empty", "`empty` holds no trials")]
+    ("source", "message"), [("nowhere", "`nowhere` does not exist"), ("empty", "`empty` contains no trials")]
 )
 def test_a_source_that_is_none_is_an_error(source: str, message: str, capsys: pytest.CaptureFixture[str]):
     Path("empty").mkdir()

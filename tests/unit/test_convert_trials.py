@@ -218,7 +218,7 @@ def test_a_trajectory_alone_has_no_reward_unless_it_lies_in_its_trial(tmp_path: 
 def test_a_source_that_is_not_there_or_holds_nothing_is_an_error(tmp_path: Path):
     with pytest.raises(DockyardError, match="does not exist"):
         list(read_trials(tmp_path / "none", None))
-    with pytest.raises(DockyardError, match="holds no trials"):
+    with pytest.raises(DockyardError, match="contains no trials"):
         list(read_trials(tmp_path, None))
 
 
@@ -359,7 +359,7 @@ def test_a_reference_that_is_no_name_of_a_file_is_a_file_that_is_missing(tmp_pat
 
 
 class Picky(Renderer):
-    """Breaks at a word, as nobody thought of."""
+    """Raises an unexpected error at a given word."""
 
     def reply(self, message: Message, tools: Sequence[Json] = ()) -> IntArray:
         if message.text == "boom":

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dockyard.process import Output
-from dockyard.rollout.docker.compose import Overlay, Owner
-from dockyard.rollout.docker.guard import FILES, PATH, TOOLS, State, parents, read_script
-from dockyard.rollout.docker.site import Leftovers
+from dockyard.rollout.docker.docker_cli import State
+from dockyard.rollout.docker.environment import Overlay
+from dockyard.rollout.docker.guard import FILES, PATH, TOOLS, parents, read_script
+from dockyard.rollout.docker.site import Leftovers, Owner
 
 
 def test_an_owner_survives_its_label():

@@ -31,7 +31,7 @@ TORCH = "python -c import torch"
 
 @dataclass(frozen=True, kw_only=True)
 class FakeMachine:
-    """A machine with a GPU and Docker on which everything works, unless told otherwise."""
+    """A machine with a GPU and Docker on which everything works by default."""
 
     python: str = "python"
     python_version: tuple[int, int, int] = (3, 12, 1)

@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoints: those that tell token ids, and those that do not."""
+"""OpenAI-compatible endpoints: those that return token ids, and those that do not."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

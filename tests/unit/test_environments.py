@@ -16,7 +16,7 @@ def check(kind: str, *, inside: bool, network: str = "auto", **gateway: str) -> 
 def test_an_unknown_type_is_refused_with_the_nearest_known():
     with pytest.raises(UsageError) as caught:
         check("dockr", inside=False)
-    assert caught.value.message == "`environment.type` is `dockr`, which is no environment"
+    assert caught.value.message == "`environment.type` is `dockr`, which is not an environment"
     assert caught.value.hint == "did you mean `docker`?"
 
 
@@ -39,7 +39,7 @@ def test_missing_credentials_are_named_before_anything_starts(
         check(kind, inside=False)
     assert all(name in caught.value.message for name in names)
     commands = {"modal": "`modal token new`", "daytona": "DAYTONA_API_URL"}
-    assert commands.get(kind, "set what it names") in caught.value.hint
+    assert commands.get(kind, "set what the message names") in caught.value.hint
 
 
 def test_credentials_are_never_printed(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]):
@@ -86,8 +86,8 @@ def test_a_way_to_the_gateway_that_nobody_would_take_is_refused():
     [
         ("docker", "none", True, "calls the model from inside the environment"),
         ("sandbox", "auto", True, "has neither its program nor a network"),
-        ("sandbox", "gateway", False, "`gateway`, which `sandbox` cannot be told"),
-        ("podman", "none", False, "`none`, which `podman` cannot be told"),
+        ("sandbox", "gateway", False, "`gateway`, which `sandbox` does not support"),
+        ("podman", "none", False, "`none`, which `podman` does not support"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_refused(kind: str, network: str, inside: bool, message: str):
@@ -129,7 +129,7 @@ def test_an_option_that_an_environment_does_not_have_or_that_is_not_for_users_is
     environment = EnvironmentConfig(type=kind, kwargs={name: 1})
     with pytest.raises(UsageError) as caught:
         check_environment(environment, GatewayConfig(), agent="shell", inside=False)
-    assert caught.value.message == f"`environment.kwargs.{name}` is no option of `{kind}`"
+    assert caught.value.message == f"`environment.kwargs.{name}` is not an option of `{kind}`"
     assert hint in caught.value.hint
 
 

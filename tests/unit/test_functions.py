@@ -258,7 +258,8 @@ def test_a_reward_function_that_raises_is_named_with_the_rollout(here: Path):
 
 def test_a_reward_function_sees_the_whole_rollout():
     renderer = tiny_renderer()
-    asked, said = renderer.text_ids("what is this"), renderer.text_ids("a boat")
+    asked = renderer.prompt(Prompt((Message("user", "what is this"),)))
+    said = renderer.reply(Message(ASSISTANT, "a boat"), ())
     ids = np.concatenate([asked, said, asked, said])
     sampled = np.repeat([False, True, False, True], [len(asked), len(said), len(asked), len(said)])
     segment = Segment(token_ids=ids, sampled=sampled, logprobs=None, versions=None)

@@ -15,8 +15,7 @@ from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generatio
 from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.dialects import ROUTES, DialectRoute
 from dockyard.gateway.protocol import AdvertisedModel
-from dockyard.gateway.request_body import BODY_LIMIT
-from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Timeouts
 from dockyard.gateway.sessions import Session, TokenSessions
 from dockyard.types import Finish
 

@@ -256,7 +256,7 @@ def test_an_error_has_openais_shape_also_within_a_stream():
 
 @given(said)
 def test_what_was_said_comes_back_as_it_was(message: Message):
-    """qwen-code writes arguments anew, without spaces, and sends what is empty as null."""
+    """qwen-code re-serializes arguments without spaces, and sends empty values as null."""
     wire = parse(USER).body(reply(message.text, message.reasoning, *message.calls))["choices"][0]["message"]
     for call in wire.get("tool_calls", ()):
         function = call["function"]

@@ -1,4 +1,4 @@
-"""The gateway's HTTP surface under requests that are wrong in every way: it does not fail, and nobody else notices."""
+"""The gateway's HTTP surface under invalid requests of every kind: it does not fail, and other sessions continue."""
 
 import asyncio
 import gzip
@@ -23,8 +23,7 @@ from wire_agents import WIRES, Style
 from dockyard.engine.protocol import ContextOverflow, GenerateRequest, Generation
 from dockyard.gateway.admin import Admin
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.gateway.request_body import BODY_LIMIT
-from dockyard.gateway.server import Gateway, Timeouts
+from dockyard.gateway.server import BODY_LIMIT, Gateway, Timeouts
 from dockyard.gateway.sessions import TokenSession, TokenSessions
 from dockyard.types import ASSISTANT, Message, ToolCall
 
@@ -73,7 +72,7 @@ def renderer() -> Renderer:
 
 
 class Attack:
-    """A gateway with a bystander, whose session nothing may touch, and a session for whoever attacks."""
+    """A gateway with one session that must not be affected, and one for the attacker."""
 
     def __init__(self, gateway: Gateway, engine: Busy) -> None:
         self.gateway, self.engine = gateway, engine
@@ -243,6 +242,7 @@ TROUBLE = {
     "half a character inside the arguments of a call": RawRequest(body=spelled('{"command": "\\ud800"}')),
     "arguments nested as deep as they can be": RawRequest(body=spelled('{"a":' + nest(960) + "}")),
     "an expectation that is no text": RawRequest(headers=(("Expect", "\x80"),), body=dumped({"messages": [HEARD]})),
+    "an expectation that is no text for a target that is no path": RawRequest(path="*", headers=(("Expect", "\x80"),)),
     "a body that is not compressed as it says": RawRequest(headers=(("Content-Encoding", "gzip"),), body=b"{}"),
     "a target that is no path": RawRequest(path="*"),
 }
@@ -344,6 +344,8 @@ admin_requests = st.one_of(
     st.builds(RawRequest, path=st.sampled_from([*ADMIN_BODIES]), body=odd_values.map(str.encode)),
     st.just(RawRequest(path="/adapter", body=dumped({"path": "a" * 5000, "version": 1}))),
     st.just(RawRequest(path="/sessions", headers=(("Content-Encoding", "gzip"),), body=b"{}")),
+    st.just(RawRequest(path="/adapter", headers=(("Expect", "\x80"),), body=b"{}")),
+    st.just(RawRequest(path="*", headers=(("Expect", "\x80"),))),
 )
 
 

@@ -63,7 +63,7 @@ class Client:
         await until_sampled(self.gateway)
 
     async def outlast_grace(self) -> None:
-        """As if so much time had passed that nobody is expected to ask again."""
+        """Simulate that enough time has passed for no client to retry."""
         loop = asyncio.get_running_loop()
         now = loop.time
         setattr(loop, "time", lambda: now() + GRACE_S)  # noqa: B010 - no type allows it

@@ -1,6 +1,6 @@
-"""Real trial folders of real agents become training data. `tests/support/golden_trials.py` makes the folders anew.
+"""Real trial folders of real agents become training data. `tests/support/golden_trials.py` creates the folders again.
 
-Each agent was told the same story, so what is trained can be compared with what the policy said.
+Each agent got the same story, so trained tokens can be compared with what the policy sampled.
 """
 
 import json

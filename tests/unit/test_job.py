@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dockyard.errors import DockyardError
 from dockyard.gateway.token_tree import stitch_turns
-from dockyard.rollout.details import num_turns, segments_of, stored_turn
-from dockyard.rollout.job import read_job
+from dockyard.rollout.job import num_turns, read_job, segments_of, stored_turn
 from dockyard.types import Blame, Rollout, Segment, Turn
 
 
@@ -108,7 +107,7 @@ def test_one_trial_may_be_named_instead_of_its_job(tmp_path: Path):
 
 
 def test_a_folder_without_trials_is_an_error(tmp_path: Path):
-    with pytest.raises(DockyardError, match="holds no trials"):
+    with pytest.raises(DockyardError, match="contains no trials"):
         read_job(tmp_path)
     with pytest.raises(DockyardError, match="is not a folder"):
         read_job(tmp_path / "none")

@@ -197,7 +197,7 @@ def test_what_ends_at_its_limit_of_tokens_is_told_of_unless_more_came():
 
 def test_a_turn_that_never_arrived_is_not_trained():
     history = one_turn()
-    history.mark_undelivered(0)
+    history.mark_delivered(0, False)
     found, stats = history.stitch()
     assert (found.segments, stats["undelivered"]) == ((), 1)
 
@@ -205,27 +205,27 @@ def test_a_turn_that_never_arrived_is_not_trained():
 def test_of_retries_the_last_that_arrived_is_kept():
     history = one_turn()
     call(history, [SYSTEM, USER], [1, 2], [9])
-    history.mark_undelivered(1)
+    history.mark_delivered(1, False)
     assert stitched(history) == ["1 2 [3 4]"]
 
 
 def test_a_turn_whose_delivery_failed_but_which_comes_back_did_arrive():
     history = one_turn()
-    history.mark_undelivered(0)
+    history.mark_delivered(0, False)
     call(history, [SYSTEM, USER, said("a"), AGAIN], [1, 2, 3, 4, 5], [6])
     assert stitched(history) == ["1 2 [3 4] 5 [6]"]
 
 
 def test_a_turn_whose_continuation_never_arrived_is_still_trained():
     history = two_turns()
-    history.mark_undelivered(1)
+    history.mark_delivered(1, False)
     assert stitched(history) == ["1 2 [3 4]"]
     assert history.stitch()[1]["undelivered"] == 1
 
 
 def test_a_turn_that_the_agent_went_on_with_is_kept_before_its_retry_even_if_the_continuation_never_arrived():
     history = two_turns()
-    history.mark_undelivered(1)
+    history.mark_delivered(1, False)
     call(history, [SYSTEM, USER], [1, 2], [9], "z")
     assert stitched(history) == ["1 2 [3 4]"]
     assert history.stitch()[1]["dropped_retries"] == 1

@@ -12,7 +12,7 @@ import modal
 import pytest
 from trials import write_task
 
-from dockyard.backends.modal import app, launch, server_app
+from dockyard.backends.modal import app, launch, server
 from dockyard.backends.modal.launch import PolicyCall
 from dockyard.backends.modal.whole_run import gateway_settings
 from dockyard.errors import DockyardError
@@ -24,8 +24,8 @@ import harbor_grpo_modal
 
 def test_the_apps_describe_themselves_without_an_account():
     assert all(isinstance(function, modal.Function) for function in (app.serve_policy, app.train_there))
-    assert isinstance(server_app.serve, modal.Function)
-    assert (app.app.name, server_app.app.name) == ("dockyard", "dockyard-server")
+    assert isinstance(server.serve, modal.Function)
+    assert (app.app.name, server.app.name) == ("dockyard", "dockyard-server")
     assert "--num-rollouts" in harbor_grpo_modal.parser().format_help()
 
 
@@ -149,7 +149,7 @@ async def test_a_function_that_never_gets_to_serve_ends_the_run():
 
 
 def test_names_that_are_not_here_stay_as_they_are():
-    assert launch.sent("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert launch.uploaded("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
 
 
 async def test_a_tunnel_leads_to_the_gateway_by_a_port_that_is_open_to_others():

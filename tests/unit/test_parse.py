@@ -22,6 +22,11 @@ def ids_of(text: str) -> np.ndarray:
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
+def plain_ids(text: str) -> np.ndarray:
+    """Of a tokenizer without tokens for calls."""
+    return np.array(tiny_tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
+
+
 def read(text: str, template: str = HERMES, *, tools: tuple[Any, ...] = (BASH,)) -> Message:
     return renderer_of(template).message(ids_of(text), EMPTY, tools)
 
@@ -101,14 +106,14 @@ def test_a_parameter_of_another_type_than_its_schemas_is_passed_on_as_text():
 
 def test_calls_are_text_where_the_template_knows_no_tools():
     said = 'Well.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call> <tool_call>{</tool_call>'
-    message = tiny_renderer().message(tiny_renderer().text_ids(said), EMPTY, (BASH,))
+    message = tiny_renderer().message(plain_ids(said), EMPTY, (BASH,))
     assert called(message) == [("bash", {"command": "ls"})]
     assert message.text == "Well.\n <tool_call>{</tool_call>"
 
 
 def test_without_tools_nothing_is_a_call_in_plain_text():
     said = '<tool_call>{"name": "bash", "arguments": {}}</tool_call>'
-    message = tiny_renderer().message(tiny_renderer().text_ids(said), EMPTY, ())
+    message = tiny_renderer().message(plain_ids(said), EMPTY, ())
     assert (message.text, message.calls) == (said, ())
 
 

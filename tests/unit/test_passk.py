@@ -25,7 +25,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass():
 
 
 def test_pass_at_k_of_too_few_rollouts_is_refused():
-    with pytest.raises(ValueError, match="pass@5 needs at least 5 rollouts, and there are 4"):
+    with pytest.raises(ValueError, match="pass@5 needs at least 5 rollouts, but there are 4"):
         pass_at_k(4, 1, 5)
 
 

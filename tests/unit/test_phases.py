@@ -18,9 +18,9 @@ async def test_no_more_rollouts_are_in_a_phase_than_its_limit():
     phases = Phases(RolloutConfig(concurrency=6, max_building=2, max_verifying=1), note)
 
     async def rollout() -> None:
-        with phases.passage() as passage:
+        with phases.slot() as slot:
             for phase in Phase:
-                await passage.enter(phase)
+                await slot.enter(phase)
                 await asyncio.sleep(0.005)
 
     await asyncio.gather(*(rollout() for _ in range(6)))
@@ -34,9 +34,9 @@ async def test_a_rollout_holds_one_slot_at_a_time_and_none_after_it_failed():
     phases = Phases(RolloutConfig(concurrency=1), lambda now: counts.append(dict(now)))
 
     async def break_down() -> None:
-        with phases.passage() as passage:
-            await passage.enter(Phase.BUILDING)
-            await passage.enter(Phase.RUNNING)
+        with phases.slot() as slot:
+            await slot.enter(Phase.BUILDING)
+            await slot.enter(Phase.RUNNING)
             raise RuntimeError("broken")
 
     for _ in range(2):  # the second would hang if the first had kept its slot
@@ -48,7 +48,7 @@ async def test_a_rollout_holds_one_slot_at_a_time_and_none_after_it_failed():
 
 async def test_waiting_for_a_slot_is_counted():
     phases = Phases(RolloutConfig(max_running=1))
-    with phases.passage() as first, phases.passage() as second:
+    with phases.slot() as first, phases.slot() as second:
         await first.enter(Phase.RUNNING)
         entering = asyncio.create_task(second.enter(Phase.RUNNING))
         await asyncio.sleep(0)  # so that it begins to wait before the time is taken
@@ -61,12 +61,12 @@ async def test_waiting_for_a_slot_is_counted():
 
 async def test_a_rollout_that_is_cancelled_while_it_waits_takes_no_slot():
     phases = Phases(RolloutConfig(max_running=1))
-    with phases.passage() as first, phases.passage() as second:
+    with phases.slot() as first, phases.slot() as second:
         await first.enter(Phase.RUNNING)
         waiting = asyncio.create_task(second.enter(Phase.RUNNING))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    with phases.passage() as third:
+    with phases.slot() as third:
         assert await asyncio.wait_for(third.enter(Phase.RUNNING), 60) < 60

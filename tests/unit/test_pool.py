@@ -25,7 +25,7 @@ def rollout_of(attempt: Attempt, reward: float | None, blame: Blame | None = Non
 
 @dataclass
 class FakeRunner:
-    """Answers each attempt as it is told; counts how many run at once."""
+    """Answers each attempt as given; counts how many run concurrently."""
 
     answer: Callable[[Attempt, int], Rollout]
     made: list[str] = field(default_factory=list)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dockyard.backends.prime_rl.own_file import read_own_file
-from dockyard.backends.prime_rl.translate import translate
+from dockyard.backends.prime_rl.own_file import read_own_file, translate
 from dockyard.errors import DockyardError, UsageError
 
 ROOT = Path(__file__).parents[2]

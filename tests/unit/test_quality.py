@@ -237,7 +237,7 @@ def test_a_folder_with_other_tasks_keeps_nothing(tmp_path: Path):
         (["in", "--trainer.lr=1"], "`--trainer.lr` has no effect on this check", "remove it"),
         (["in", "--tasks.train=x"], "`--tasks.train` has no effect on this check", "remove it"),
         (["in", "--environment.tipe=x"], "`--environment.tipe` is not a setting", "environment.type"),
-        (["in", "--environment.type=dokcer"], "`environment.type` is `dokcer`, which is no environment", "docker"),
+        (["in", "--environment.type=dokcer"], "`environment.type` is `dokcer`, which is not an environment", "docker"),
         (["in", "--difficulty=2", "--agent=shel"], "`agent.name` is `shel`, which is not an agent", "`shell`"),
         (["in", "more"], "unrecognized arguments: more", "tasks check --help"),
         (["in", "--resume", "x"], "`in` cannot be combined with `--resume`", "its own tasks"),

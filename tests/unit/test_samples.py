@@ -12,7 +12,8 @@ import pytest
 from gateway_fakes import tiny_renderer
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of, open_writer, read_samples
+from dockyard.convert.sample_files import open_writer, read_samples
+from dockyard.convert.samples import Sample, SampleNumbers, converted_samples, groups_of
 from dockyard.errors import DockyardError, UsageError
 from dockyard.types import Blame, Failure, Rollout, Segment
 

@@ -18,7 +18,7 @@ from gateway_fakes import CHATML, FakeEngine, Said, tiny_renderer, until, write_
 from dockyard.cli.args import parse
 from dockyard.cli.main import load_verb
 from dockyard.cli.serve import read_options
-from dockyard.collect.model_files import find_files
+from dockyard.collect.open import find_files
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.protocol import UNSUPPORTED_PARAMETERS
 from dockyard.gateway.server import Gateway, Timeouts
@@ -118,11 +118,11 @@ def test_a_flag_and_the_setting_that_it_stands_for_are_the_same(words: list[str]
 
 def test_the_last_of_a_flag_and_its_setting_counts_and_the_model_may_come_anywhere():
     chosen = read_options(parse(load_verb("serve"), ["--no-auth", "--port=1", "here", "--port", "2"]), {})
-    assert (chosen.model.name, chosen.port, chosen.key) == ("here", 2, None)
+    assert (chosen.config.model.name, chosen.config.port, chosen.key) == ("here", 2, None)
 
 
 def test_settings_of_the_embedded_engine_are_served_with():
-    assert options("--engine.max_batch", "3", "--engine.deterministic=false").engine.max_batch == 3
+    assert options("--engine.max_batch", "3", "--engine.deterministic=false").config.engine.max_batch == 3
 
 
 def test_help_names_every_parameter_that_has_no_effect(capsys: pytest.CaptureFixture[str]):
@@ -335,7 +335,7 @@ async def test_a_server_that_does_not_answer_is_named(engine: str, tmp_path: Pat
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         chosen = options("--engine", engine, "--engine-url", url, "--port", "0", model=model_folder(tmp_path))
         with pytest.raises(DockyardError, match="does not answer") as refused:
-            await keep_serving(chosen, find_files(chosen.model, chosen.engine), print)
+            await keep_serving(chosen, find_files(chosen.config.model, chosen.config.engine), print)
     assert url in refused.value.message
 
 
@@ -369,7 +369,9 @@ async def test_a_hosted_model_is_served_in_text_mode_and_says_so(caplog: pytest.
         async with upstream(bodies) as url, aiohttp.ClientSession() as http:
             words = ("--engine", "openai", "--engine-url", url, "--port", "0", "--api-key", KEY)
             chosen = options(*words, "--admin-port", "0", model="gpt-x", DOCKYARD_ADMIN_TOKEN="t")
-            task = asyncio.create_task(keep_serving(chosen, find_files(chosen.model, chosen.engine), lines.append))
+            task = asyncio.create_task(
+                keep_serving(chosen, find_files(chosen.config.model, chosen.config.engine), lines.append)
+            )
             await until(lambda: bool(lines) or task.done())
             base = lines[0].split("OPENAI_BASE_URL=")[1].split()[0].removesuffix("/v1")
             body = {"model": "gpt-x", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -391,4 +393,4 @@ async def test_an_adapter_for_a_hosted_model_is_refused(tmp_path: Path):
         words = ("--engine", "openai", "--engine-url", url, "--engine-model", "gpt-x", "--port", "0")
         chosen = options(*words, "--adapter", str(tmp_path), model=model_folder(tmp_path))
         with pytest.raises(DockyardError, match="cannot load an adapter"):
-            await keep_serving(chosen, find_files(chosen.model, chosen.engine), print)
+            await keep_serving(chosen, find_files(chosen.config.model, chosen.config.engine), print)

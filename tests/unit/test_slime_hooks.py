@@ -21,8 +21,7 @@ from scripted_router import model_folder, new_run
 from slime_stand_in import DynamicFilterOutput, Sample, slime_args, train_data, unpacked
 
 from dockyard.backends.slime import hooks
-from dockyard.backends.slime.classes import adapter_name
-from dockyard.backends.slime.samples import even, step_samples
+from dockyard.backends.slime.samples import adapter_name, even, step_samples
 from dockyard.backends.slime.worker import WorkerKey, check_agreement, run_config
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.errors import DockyardError, UsageError

@@ -13,11 +13,10 @@ from gateway_fakes import until
 
 from dockyard.errors import EngineError
 from dockyard.gateway.accounting import SessionLimits
-from dockyard.gateway.echo import EndpointEcho
 from dockyard.gateway.protocol import ClientSampling, ModelReply, RefusedError
 from dockyard.gateway.server import Gateway, Timeouts
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_session import TextSession, TextSessions
+from dockyard.gateway.text_session import EndpointEcho, TextSession, TextSessions
 from dockyard.types import Finish, Message, Prompt, ToolCall
 
 type Json = dict[str, Any]

@@ -15,7 +15,7 @@ from trials import write_task
 from verifiers_server import PATIENCE_S, Served, assert_as_drawn, env_config, eventually, run_folder, served, task_data
 from vllm_generate_fake import generate_fake
 
-from dockyard.rollout.docker.compose import OWNER_LABEL
+from dockyard.rollout.docker.site import OWNER_LABEL
 
 pytestmark = [
     pytest.mark.docker,

@@ -74,7 +74,7 @@ def test_settings_beside_a_runs_own_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("harness", "why"),
     [
-        ({"agent": "termnius-2"}, "no agent"),
+        ({"agent": "termnius-2"}, "`termnius-2`, which is not an agent"),
         ({"environment_type": "doker"}, "no environment"),
         ({"environment_kwargs": {"nettwork": True}}, "no option of"),
     ],

@@ -37,7 +37,7 @@ KINDS = ("solve", "rewrite", "limit", "fail", "unbuildable")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempted:
-    """A rollout as each of the three can tell it: what would be trained, its reward and why it failed."""
+    """A rollout as each of the three reports it: what would be trained, its reward and why it failed."""
 
     cause: str
     reward: float | None
@@ -127,11 +127,11 @@ def told(rollout: Rollout) -> Attempted:
 def by_slime(run: RunDir, model: Path, turns: Turns) -> Groups:
     with serving_router(ReplayRouter(turns=turns)) as router:
         args = slime_args(run.path, router.url, model, num_rollout=1)
-        crew = hooks.crew_of(args)
+        worker = hooks.worker_of(args)
         try:
             samples = unpacked(hooks.generate_rollout(args, 0, None).samples)
         finally:
-            crew.close()
+            worker.close()
     recorded = {(item.rollout.task, item.rollout.attempt): item.rollout for item in run.read_rollouts(step_phase(0))}
     groups: Groups = {}
     for rollout_id in sorted({sample.rollout_id for sample in samples}):

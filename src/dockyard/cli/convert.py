@@ -76,7 +76,8 @@ class _Wanted:
     def write(self, renderer: "Renderer | None", report: "ConversionReport") -> None:
         """Write samples and traces in one pass over the trials."""
         from dockyard.convert.read import count_trials, read_trials
-        from dockyard.convert.samples import SampleNumbers, converted_samples, open_writer
+        from dockyard.convert.sample_files import open_writer
+        from dockyard.convert.samples import SampleNumbers, converted_samples
         from dockyard.convert.traces import write_traces
 
         trials = _shown(read_trials(self.source, renderer, exact=not self.text), count_trials(self.source))
@@ -123,8 +124,7 @@ class _Wanted:
 
 
 def _refuse_samples(source: Path) -> None:
-    from dockyard.convert.rollouts import holds_samples
-    from dockyard.convert.sample_files import open_parquet
+    from dockyard.convert.sample_files import holds_samples, open_parquet
 
     if not holds_samples(source):
         return

@@ -5,7 +5,7 @@ from dockyard.cli.terminal import print_data
 
 
 def _agents(given: Given) -> int:
-    from dockyard.rollout.agents.rows import list_agents
+    from dockyard.rollout.agents.wiring import list_agents
 
     print_data(list_agents(as_json=given.flags.json).rstrip("\n") + "\n")
     return 0

@@ -79,7 +79,7 @@ def _training(config: RunConfig, given: "RunTraining | None") -> Work:
 
 
 def _asks_no_model(config: RunConfig) -> bool:
-    from dockyard.rollout.agents.rows import asks_no_model
+    from dockyard.rollout.agents.wiring import asks_no_model
 
     return asks_no_model(config.agent)
 

@@ -1,15 +1,14 @@
 """Check tasks: run the solution and a do-nothing agent on each, then a policy on those that are good.
 
-In the run folder, `rollouts/rollouts.jsonl` holds what the solution (attempt 0) and doing nothing (attempt 1) earned,
-`rollouts/eval.jsonl` what the policy did.
+In the run folder, `rollouts/rollouts.jsonl` has the rewards of the solution (attempt 0) and of doing nothing
+(attempt 1), and `rollouts/eval.jsonl` those of the policy.
 """
 
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from harbor.models.task.task import Task as HarborTask
 from pydantic import ValidationError
@@ -17,6 +16,7 @@ from pydantic_core import to_json
 
 from dockyard import process
 from dockyard.collect.open import NoModel, check_run, find_model_files, open_pool
+from dockyard.collect.progress import RolloutProgress
 from dockyard.collect.quality import (
     Fault,
     QualityReport,
@@ -26,7 +26,7 @@ from dockyard.collect.quality import (
     judge_oracle,
     judge_policy,
 )
-from dockyard.collect.run_order import PreparedRollouts, RolloutProgress, gather
+from dockyard.collect.run_order import PreparedRollouts, gather, order_of
 from dockyard.config import AgentConfig, GatewayConfig, RunConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout.order import Attempt, Order
@@ -43,19 +43,19 @@ from dockyard.types import Group, Rollout, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Every task of a folder."""
+    """The tasks of a folder."""
 
     folder: Path
     tasks: list[Task]
-    """That can be run."""
+    """The tasks that can be run."""
     reports: dict[str, TaskReport]
-    """Of all, by name."""
+    """The reports of all tasks, by name."""
     digest: str
-    """Of all that can be read."""
+    """A digest of the contents of all tasks that can be read."""
 
 
 def find_candidates(folder: Path) -> Candidates:
-    """Broken folders and tasks without a solution are named, and the rest can be run."""
+    """Find the tasks of a folder, and report broken ones and those without a solution."""
     found = survey_tasks(folder)
     reports = {
         item.path.name: TaskReport(task=item.path.name, path=str(item.path)).blamed(
@@ -63,7 +63,7 @@ def find_candidates(folder: Path) -> Candidates:
         )
         for item in found.broken
     }
-    reports |= {task.name: _first_look(task) for task in found.tasks}
+    reports |= {task.name: _inspect(task) for task in found.tasks}
     return Candidates(
         folder=folder,
         tasks=[task for task in found.tasks if reports[task.name].ok],
@@ -72,7 +72,8 @@ def find_candidates(folder: Path) -> Candidates:
     )
 
 
-def _first_look(task: Task) -> TaskReport:
+def _inspect(task: Task) -> TaskReport:
+    """Report what is wrong with a task before it is run."""
     report = TaskReport(task=task.name, path=str(task.path))
     try:
         as_harbor = HarborTask(task.path)
@@ -80,12 +81,12 @@ def _first_look(task: Task) -> TaskReport:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         return report.blamed(Fault.BROKEN, f"`{where}` in `{task.path / 'task.toml'}`: {first['msg']}")
-    except (OSError, ValueError, RuntimeError) as error:  # what Harbor itself takes for a task it cannot run
+    except (OSError, ValueError, RuntimeError) as error:  # Harbor's errors for a task that it cannot run
         return report.blamed(Fault.BROKEN, str(error))
-    return _second_look(task, as_harbor, report)
+    return _inspect_contents(task, as_harbor, report)
 
 
-def _second_look(task: Task, as_harbor: HarborTask, report: TaskReport) -> TaskReport:
+def _inspect_contents(task: Task, as_harbor: HarborTask, report: TaskReport) -> TaskReport:
     full: Any = task_settings(task.path).get("metadata", {}).get("max_reward", 1.0)
     if not isinstance(full, int | float) or not math.isfinite(full) or full <= 0:
         where = f"`metadata.max_reward` in `{task.path / 'task.toml'}`"
@@ -93,7 +94,7 @@ def _second_look(task: Task, as_harbor: HarborTask, report: TaskReport) -> TaskR
     empty = [path for path in _instructions(as_harbor) if not path.read_text(errors="replace").strip()]
     if empty:
         return report.blamed(Fault.BROKEN, f"`{empty[0]}` is empty")
-    report = TaskReport(task=task.name, path=str(task.path), full_reward=float(full))
+    report = replace(report, full_reward=float(full))
     missing = _missing_solution(as_harbor)
     return report.blamed(Fault.NO_SOLUTION, f"`{missing}` does not exist") if missing else report
 
@@ -104,7 +105,10 @@ def _instructions(task: HarborTask) -> list[Path]:
 
 
 def _missing_solution(task: HarborTask) -> Path | None:
-    """Where `oracle` would look in vain. A step without a solution of its own uses the task's."""
+    """Return the path of a solution that `oracle` needs and that does not exist, or None.
+
+    A step without its own solution uses the task's.
+    """
     system, paths = task.config.environment.os, task.paths
     steps = [step.name for step in task.config.steps or []]
     own = [step for step in steps if paths.step_solution_dir(step).exists()]
@@ -117,12 +121,12 @@ def _missing_solution(task: HarborTask) -> Path | None:
 
 
 _AGENTS = ("oracle", "nop")
-"""By attempt."""
+"""The agents by number of the attempt."""
 
 
 def prepare_check(config: RunConfig, *, difficulty: int | None) -> PreparedRollouts | None:
-    """Refuse what cannot run, before the run's folder is made. None where no policy takes part."""
-    check_run(_for_judges(config))
+    """Raise an error if the check cannot run, before the run's folder is made. Return None if no policy is run."""
+    check_run(_without_policy(config))
     if not difficulty:
         return None
     check_run(config)
@@ -132,7 +136,7 @@ def prepare_check(config: RunConfig, *, difficulty: int | None) -> PreparedRollo
 def check_tasks(
     run: RunDir, candidates: Candidates, prepared: PreparedRollouts | None, *, difficulty: int | None
 ) -> QualityReport:
-    """Run what is not recorded yet, and leave the report in the run's folder."""
+    """Run what is not recorded yet, and write the report to the run's folder."""
     reports = process.run(_check(run, candidates, prepared, difficulty or 0))
     report = QualityReport.of(
         list(reports.values()),
@@ -145,14 +149,14 @@ def check_tasks(
 
 
 def write_report(file: Path, report: QualityReport) -> None:
-    """As JSON."""
+    """Write the report as JSON."""
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, to_json(asdict(report), indent=2, inf_nan_mode="null") + b"\n")
 
 
 def keep_good(folder: Path, report: QualityReport) -> None:
-    """Copy the good tasks to this folder. Those that are there already stay, and nothing is removed."""
+    """Copy the good tasks to this folder. Tasks that it already has are kept, and nothing is removed."""
     good = {item.task: Path(item.path) for item in report.reports if item.ok}
     there = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     strangers = [name for name in there if name not in good and not name.startswith(".")]
@@ -170,21 +174,20 @@ def keep_good(folder: Path, report: QualityReport) -> None:
 async def _check(
     run: RunDir, candidates: Candidates, prepared: PreparedRollouts | None, difficulty: int
 ) -> dict[str, TaskReport]:
-    reports = await _gate(run, candidates)
-    reports = judge_duplicates(reports, candidates.tasks)
+    reports = judge_duplicates(await _run_judges(run, candidates), candidates.tasks)
     good = [task for task in candidates.tasks if reports[task.name].ok]
     if not prepared or not good:
         return reports
-    order = _order(run, EVAL, good, difficulty, retry_lost=True)
-    groups = await gather(run, prepared, order, title="policy")
+    groups = await gather(run, prepared, order_of(run.config, EVAL, good, difficulty), title="policy")
     return reports | {group.task: judge_policy(reports[group.task], group.rollouts) for group in groups}
 
 
-async def _gate(run: RunDir, candidates: Candidates) -> dict[str, TaskReport]:
-    # Once a policy has begun, what it is given stands: its records are of the tasks that were good then.
+async def _run_judges(run: RunDir, candidates: Candidates) -> dict[str, TaskReport]:
+    """Attempt each task with both agents."""
+    # Once the policy has records, lost attempts are not repeated: the records are of the tasks that were good then.
     retry_lost = not run.paths.rollouts_of(EVAL).exists()
-    order = _order(run, ROLLOUTS, candidates.tasks, len(_AGENTS), retry_lost=retry_lost)
-    groups = await _run_judges(run, order) if order.tasks else ()
+    order = order_of(run.config, ROLLOUTS, candidates.tasks, len(_AGENTS), retry_lost=retry_lost)
+    groups = await _judge_attempts(run, order) if order.tasks else ()
     trials = [run.paths.trials / attempt.name for attempt in order.attempts()]
     reports = dict(candidates.reports)
     for index, group in enumerate(groups):
@@ -194,40 +197,25 @@ async def _gate(run: RunDir, candidates: Candidates) -> dict[str, TaskReport]:
     return reports
 
 
-def _order(run: RunDir, phase: str, tasks: Sequence[Task], group_size: int, *, retry_lost: bool) -> Order:
-    return Order(
-        phase=phase,
-        tasks=tasks,
-        group_size=group_size,
-        temperature=run.config.sampling.temperature,
-        seed=run.config.seed,
-        stream=phase,
-        retry_lost=retry_lost,
-    )
-
-
-async def _run_judges(run: RunDir, order: Order) -> tuple[Group, ...]:
-    config = _for_judges(run.config)
+async def _judge_attempts(run: RunDir, order: Order) -> tuple[Group, ...]:
+    config = _without_policy(run.config)
     with RolloutProgress("oracle and nop", len(order.tasks) * order.group_size) as progress:
         async with open_pool(config, run, NoModel(), None, progress.phases) as pool:
             assert isinstance(pool.runner, TrialRunner)
-            return await replace(pool, runner=_Judges.like(pool.runner)).collect(order, progress.finished)
+            judges = _Judges(tuple(replace(pool.runner, agent=AgentConfig(name=name)) for name in _AGENTS))
+            return await replace(pool, runner=judges).collect(order, progress.finished)
 
 
-def _for_judges(config: RunConfig) -> RunConfig:
-    """The same settings for agents that ask no model, to whom the policy's agent and its way to us mean nothing."""
+def _without_policy(config: RunConfig) -> RunConfig:
+    """Return the settings for agents that call no model: the policy's agent and the gateway's settings do not apply."""
     return config.model_copy(update={"agent": AgentConfig(name=_AGENTS[0]), "gateway": GatewayConfig()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Judges:
-    """Implements `Runner`: a runner for each attempt of a task."""
+    """Implements `Runner` with one runner per attempt of a task."""
 
     runners: tuple[Runner, ...]
-
-    @classmethod
-    def like(cls, runner: TrialRunner) -> Self:
-        return cls(tuple(replace(runner, agent=AgentConfig(name=name)) for name in _AGENTS))
 
     async def run(self, attempt: Attempt) -> Rollout:
         return await self.runners[attempt.index].run(attempt)

@@ -6,10 +6,9 @@ from typing import Self
 
 from dockyard import process
 from dockyard.collect.passk import Score, Scores, score_rollouts
-from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in, tasks_of
-from dockyard.collect.table import aligned
+from dockyard.collect.progress import aligned
+from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in, tasks_of
 from dockyard.rollout.blame import causes_text, failure_counts
-from dockyard.rollout.order import Order
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import EVAL, RunDir
 from dockyard.types import Rollout
@@ -71,15 +70,8 @@ def _cell(score: Score | None) -> str:
 def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> EvalReport:
     """Attempt the tasks and write the scores to the run folder. Seeds are those of evaluations during training."""
     config = run.config
-    order = Order(
-        phase=EVAL,
-        tasks=tasks_of(run, split),
-        group_size=config.eval.samples,
-        temperature=config.sampling.eval_temperature,
-        seed=config.seed,
-        stream=EVAL,
-        retry_lost=True,
-    )
+    tasks, temperature = tasks_of(run, split), config.sampling.eval_temperature
+    order = order_of(config, EVAL, tasks, config.eval.samples, temperature=temperature)
     groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
     adapter = str(prepared.adapter) if prepared.adapter else None
     report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.paths.rollouts_of(EVAL)))

@@ -1,8 +1,8 @@
-"""Makes rollouts by `harbor run` commands instead of Harbor's Python API, one command an attempt.
+"""Make rollouts with `harbor run` commands instead of Harbor's Python API, one command per attempt.
 
-A job gives all its trials one agent configuration, so trials of one job could not be told apart at the gateway. What
-Harbor's process does cannot be watched, so phases have no limits of their own, and the model's key is valid until the
-command has ended.
+A job gives all its trials the same agent configuration, so the gateway could not distinguish trials of one job. The
+phases of Harbor's process cannot be observed, so they have no limits of their own, and the model's key is valid until
+the command has ended.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Self
+from typing import Any
 
 from harbor import TrialAgentConfig, TrialResult
 
@@ -27,7 +27,7 @@ from dockyard.collect.harbor_env_vars import QUIET
 from dockyard.config import RolloutConfig
 from dockyard.errors import UsageError
 from dockyard.gateway.sessions import Session
-from dockyard.rollout.agents.rows import must_ask
+from dockyard.rollout.agents.wiring import must_ask
 from dockyard.rollout.job import read_result
 from dockyard.rollout.order import Attempt
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
@@ -35,20 +35,20 @@ from dockyard.rollout.trial import TrialRunner
 from dockyard.types import Rollout
 
 _KEY_VARIABLE = "DOCKYARD_ROLLOUT_KEY"
-"""Holds the model's key in the environment of one command: Harbor reads `${...}` from there, and no file has it."""
+"""Holds the model's key in the environment of one command. Harbor expands `${...}`, so no file contains the key."""
 _STOP_S = 30.0
-"""For Harbor to take down what it started."""
-_LAST_WORDS = 2000
+"""Time that Harbor has to remove what it started."""
+_SHOWN_CHARS = 2000
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _UNSEEN = ("max_building", "max_running", "max_verifying")
 
 
 def check_limits(limits: RolloutConfig) -> None:
-    """Refuse settings that would have no effect."""
+    """Raise an error for settings that have no effect here."""
     for name in _UNSEEN:
         if limits.model_dump()[name] is not None:
-            hint = "`--rollout.concurrency` is how many commands run at the same time"
+            hint = "`--rollout.concurrency` limits the number of concurrent commands"
             raise UsageError(f"`rollout.{name}` has no effect with `--harbor-cli`", hint=hint)
 
 
@@ -57,16 +57,11 @@ class HarborCliRunner:
     """Implements the pool's `Runner`."""
 
     common: TrialRunner
-    """What all rollouts of a run have in common, whoever makes them."""
+    """Holds what all rollouts of the run share, such as the gateway and the agent."""
     command: tuple[str, ...] = (sys.executable, "-m", "harbor.cli.main", "run")
 
-    @classmethod
-    def like(cls, runner: TrialRunner) -> Self:
-        """The same rollouts, made by commands."""
-        return cls(common=runner)
-
     async def run(self, attempt: Attempt) -> Rollout:
-        """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
+        """Make one attempt. An error becomes a failure on the rollout; only cancellation is raised."""
         session = self.common.open_session(attempt)
         try:
             outcome = await self._outcome(attempt, session)
@@ -77,7 +72,7 @@ class HarborCliRunner:
     async def _outcome(self, attempt: Attempt, session: Session) -> Outcome:
         folder = self.common.trials_dir / attempt.name
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier try
-        job = folder / f"job-{token_hex(4)}"  # what that one still writes is not read
+        job = folder / f"job-{token_hex(4)}"  # a new name: the earlier try may still be writing
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{job.name}.json"
         file.write_text(json.dumps(self._job(attempt, job)))
@@ -87,7 +82,7 @@ class HarborCliRunner:
             async with asyncio.timeout(limit_s):
                 said, _ = await process.communicate()
         except TimeoutError:
-            message = f"`harbor run` was not done after {limit_s:g} s (`rollout.total_timeout_s`)"
+            message = f"`harbor run` did not finish within {limit_s:g} s (`rollout.total_timeout_s`)"
             return Outcome(exception="RolloutTimeoutError", message=message)
         finally:
             await _end(process)
@@ -101,12 +96,12 @@ class HarborCliRunner:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            start_new_session=True,  # Ctrl-C is for us; what it starts is ended with it
+            start_new_session=True,  # Ctrl-C must not reach it directly: `_end` stops it and its children
             preexec_fn=_ends_with(os.getpid()) if sys.platform == "linux" else None,
         )
 
     def _job(self, attempt: Attempt, job: Path) -> dict[str, Any]:
-        """Harbor's `JobConfig` of one trial."""
+        """Return Harbor's `JobConfig` for one trial."""
         trial = self.common.trial_config(attempt, key=f"${{{_KEY_VARIABLE}}}")
         return {
             "job_name": job.name,
@@ -122,33 +117,33 @@ class HarborCliRunner:
 
 
 def _written(agent: TrialAgentConfig) -> dict[str, Any]:
-    """The environment as it is: Harbor would blot out what looks like a key, and this names only where the key is."""
+    """Return the agent with its environment unmasked: Harbor masks keys, but here they are only references."""
     return agent.model_dump(mode="json", exclude_defaults=True) | {"env": agent.env}
 
 
 def _read(job: Path, said: str, code: int | None) -> Outcome:
-    """The one trial's result, or what Harbor said instead of making one."""
+    """Return the result of the job's only trial, or Harbor's output if there is none."""
     for trial in (path.parent for path in job.glob("*/config.json")):
         result = read_result(trial)
         if isinstance(result, TrialResult):
             return outcome_of(result)
-    message = f"`harbor run` left no result (exit code {code}): {said.strip()[-_LAST_WORDS:]}"
+    message = f"`harbor run` left no result (exit code {code}): {said.strip()[-_SHOWN_CHARS:]}"
     return Outcome(exception="HarborRunError", message=message)
 
 
 def _ends_with(parent: int) -> Callable[[], None]:
-    """Has the kernel tell a child to stop when the thread that started it ends, however that comes about."""
+    """Return a `preexec_fn` with which the kernel terminates the child when the thread that started it ends."""
 
-    def ask_kernel() -> None:
+    def request_signal() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before it was asked
+        if os.getppid() != parent:  # the parent ended before the request
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return ask_kernel
+    return request_signal
 
 
 async def _end(process: Process) -> None:
-    """Have Harbor stop and clean up; kill it if it does not."""
+    """Terminate Harbor, which then cleans up; kill it if that takes too long."""
     if process.returncode is not None:
         return
     process.terminate()

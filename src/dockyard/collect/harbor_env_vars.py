@@ -1,4 +1,4 @@
-"""Environment variables for Harbor and its dependencies: no telemetry, no price list fetched on import."""
+"""Environment variables for Harbor and its dependencies: no telemetry, no download of a price list on import."""
 
 import os
 import threading
@@ -25,12 +25,13 @@ class _SharedVariables:
         self._added: set[str] = set()
 
     @contextmanager
-    def borrowed(self) -> Generator[None]:
+    def applied(self) -> Generator[None]:
+        """Set Harbor's variables and those of `.env` inside the block. Variables of the user are not changed."""
         with self._lock:
-            before = set(os.environ)
+            before = {*os.environ}
             read_dotenv()
             hush()
-            self._added |= set(os.environ) - before
+            self._added |= {*os.environ} - before
             self._num_calls += 1
         try:
             yield
@@ -43,11 +44,4 @@ class _SharedVariables:
                     self._added.clear()
 
 
-_VARIABLES = _SharedVariables()
-
-
-@contextmanager
-def harbor_environment() -> Generator[None]:
-    """Set Harbor's variables and those of `.env` inside the block. Variables that the user has set are not changed."""
-    with _VARIABLES.borrowed():
-        yield
+harbor_environment = _SharedVariables().applied

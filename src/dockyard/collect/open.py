@@ -1,31 +1,33 @@
-"""Open what makes rollouts: the policy's source of tokens or text, environments, gateway and pool.
+"""Open what makes rollouts: the model's files, the engine or endpoint, environments, gateway and pool.
 
 An agent that calls no model needs no engine, and torch is imported only for the embedded engine.
 """
 
+import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard.collect.model_files import ModelFiles, find_files
-from dockyard.config import RunConfig
-from dockyard.engine.open import EngineSpec, open_engine
+from dockyard.config import EngineConfig, ModelConfig, RunConfig
+from dockyard.engine.model_dir import find_model
+from dockyard.engine.open import EngineSpec, import_embedded, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
-from dockyard.errors import EngineError, UsageError
+from dockyard.errors import DockyardError, EngineError, UsageError
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.server import Gateway
 from dockyard.gateway.text_session import TextSource, session_factory
-from dockyard.rollout.agents.rows import asks_no_model
-from dockyard.rollout.agents.wiring import MODEL_NAME, check_agent, runs_inside
+from dockyard.rollout.agents.wiring import MODEL_NAME, asks_no_model, check_agent, runs_inside
 from dockyard.rollout.environments import Site, check_environment, open_site, reachable
 from dockyard.rollout.pool import RolloutPool
 from dockyard.rollout.sandbox.launch import VISIBLE
 from dockyard.rollout.trial import OnChange, Phases, TrialRunner
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Json, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class NoModel:
@@ -38,28 +40,62 @@ class NoModel:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse an agent or an environment that cannot run, before anything starts."""
+    """Raise an error if the agent or the environment cannot run, before anything starts."""
     check_agent(config.agent)
     if config.environment.type == "sandbox":
-        _check_hidden(
-            {"run_dir": config.run_dir, "tasks.train": config.tasks.train, "tasks.heldout": config.tasks.heldout}
-        )
+        _check_hidden(config)
     check_environment(config.environment, config.gateway, agent=config.agent.name, inside=runs_inside(config.agent))
 
 
-def _check_hidden(folders: dict[str, Path | None]) -> None:
-    """Sandboxes see the host's programs: what lies among them, tests and solutions included, every task could read."""
-    for setting, folder in folders.items():
+def _check_hidden(config: RunConfig) -> None:
+    """Refuse folders among the host's programs, which every sandbox can read: tests and solutions must be hidden."""
+    tasks = config.tasks
+    for setting, folder in (
+        ("run_dir", config.run_dir),
+        ("tasks.train", tasks.train),
+        ("tasks.heldout", tasks.heldout),
+    ):
         if folder and any(folder.resolve().is_relative_to(place) for place in VISIBLE):
             raise UsageError(
-                f"`{setting}` is `{folder}`, which every task in a `sandbox` could read: it lies below /usr",
+                f"`{setting}` is `{folder}`, which every task in a `sandbox` could read: it is below /usr",
                 hint="move it, for example below /home or /workspace, or `--environment.type docker`",
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The files of a model on this machine, and the renderer of its prompts."""
+
+    folder: Path
+    """Holds the tokenizer, and the weights if they are needed here."""
+    renderer: Renderer
+
+
+def find_files(model: ModelConfig, engine: EngineConfig) -> ModelFiles | None:
+    """Find a model's files, downloading them if necessary.
+
+    Returns None for a model without a tokenizer here, which only an `openai` endpoint may serve: as text.
+    """
+    embedded = engine.type == "transformers"
+    if embedded:
+        import_embedded()
+    try:
+        folder = find_model(model.name, weights=embedded or engine.launch)
+        return ModelFiles(folder=folder, renderer=Renderer.load(folder, model.name))
+    except DockyardError as error:
+        if engine.type != "openai":
+            raise
+        logger.warning(
+            "no tokenizer for %s here: text mode, no token ids or logprobs, nothing to train on exactly (%s)",
+            model.name,
+            error,
+        )
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """What the gateway samples from. Without a renderer it is a source of text."""
+    """What the gateway samples from. It is a source of text if there is no renderer."""
 
     engine: Engine | TextSource
     renderer: Renderer | None
@@ -102,9 +138,10 @@ async def open_pool(
     on_phase: OnChange | None = None,
 ) -> AsyncGenerator[RolloutPool]:
     """Open a pool whose rollouts sample from this engine. `renderer` is None if the engine is a source of text."""
-    phases = Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout)
-    async with open_runner(config, engine, renderer, run=run.id, trials=run.paths.trials, phases=phases) as runner:
-        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
+    opening = open_runner(config, engine, renderer, run=run.id, trials=run.paths.trials, on_phase=on_phase)
+    async with opening as runner:
+        transcribe = renderer.transcript if renderer else _no_transcript
+        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcribe)
 
 
 @asynccontextmanager
@@ -115,9 +152,12 @@ async def open_runner(
     *,
     trials: Path,
     run: str | None = None,
-    phases: Phases | None = None,
+    on_phase: OnChange | None = None,
 ) -> AsyncGenerator[TrialRunner]:
-    """Open what makes single rollouts, for callers with a loop of their own. `run` is the run's id, if it has one."""
+    """Open what makes single rollouts, for callers with a loop of their own.
+
+    `run` is the run's id, if there is one. `on_phase` is called with the number of rollouts in each phase.
+    """
     inside = runs_inside(config.agent)
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(open_site(config.environment, inside=inside, run=run))
@@ -131,7 +171,7 @@ async def open_runner(
             agent=config.agent,
             site=site,
             limits=config.rollout,
-            phases=phases or Phases(config.rollout),
+            phases=Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout),
             policy_use=config.gateway,
             max_new_tokens=config.sampling.max_new_tokens,
             trials_dir=trials,
@@ -145,9 +185,9 @@ async def _listen(gateway: Gateway, site: Site, port: int) -> None:
         await gateway.start(first, port, also=others)
     except OSError as error:
         message = f"`gateway.port` is {port}, where the gateway cannot listen: {error.strerror or error}"
-        raise UsageError(message, hint="`--gateway.port 0` takes a free one") from error
+        raise UsageError(message, hint="`--gateway.port 0` uses a free port") from error
 
 
-def transcriber(renderer: Renderer | None) -> Callable[[Rollout], str]:
-    """A function that renders a rollout for people: as an empty text if its tokens are not known."""
-    return renderer.transcript if renderer else lambda _: ""
+def _no_transcript(_: Rollout) -> str:
+    """Return an empty transcript: the rollout's tokens are not known."""
+    return ""

@@ -1,12 +1,12 @@
-"""pass@k and mean reward with confidence intervals that hold for few tasks too. Pure functions.
+"""pass@k and mean reward with confidence intervals that are valid for few tasks. Pure functions.
 
 A score is a mean over tasks: of 1 - C(n-c, k) / C(n, k) for pass@k, where c of a task's n rollouts passed (unbiased for
-any n >= k), or of the task's mean reward. Rollouts of one task resemble each other, so tasks are what was sampled, and
-the interval says what other tasks of the same sort would give. It is the exact binomial one (Clopper-Pearson) for as
-many independent draws as the spread between tasks shows the data to be worth (Korn and Graubard's effective sample
-size): never fewer than there are tasks, never more than there are rollouts, and fewer where a spread was estimated from
-few tasks. So with one rollout a task it is the exact interval, and where every task failed, or passed, it is the exact
-interval for that many tasks and not a point: 0 of 3 tasks means "up to 71 %".
+any n >= k), or of the task's mean reward. Rollouts of one task are correlated, so the tasks are the sample, and the
+interval is for the mean over all tasks of the same kind. It is the exact binomial interval (Clopper-Pearson) for the
+effective sample size of Korn and Graubard, which follows from the variance between tasks: at least the number of tasks,
+at most the number of rollouts, and reduced if the variance was estimated from few tasks. With one rollout per task this
+is the exact interval. If every task failed, or every task passed, it is the exact interval for the number of tasks: 0
+of 3 tasks gives an upper bound of 71 %.
 """
 
 import math
@@ -22,19 +22,19 @@ _HALVINGS = 200
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
-    """The probability that a beta variable is at most `x`: the regularised incomplete beta function."""
+    """Return the distribution function of a beta variable: the regularised incomplete beta function."""
     if x <= 0:
         return 0.0
     if x >= 1:
         return 1.0
-    if x > (a + 1) / (a + b + 2):  # where the fraction below converges slowly, its mirror image does not
+    if x > (a + 1) / (a + b + 2):  # here the fraction below converges slowly, but that of the mirror image does not
         return 1 - beta_cdf(1 - x, b, a)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     return math.exp(log_front) / (a * _continued_fraction(x, a, b))
 
 
 def _continued_fraction(x: float, a: float, b: float) -> float:
-    """1 + d1/(1 + d2/(1 + ...)), by Lentz's method."""
+    """Return 1 + d1/(1 + d2/(1 + ...)), computed by Lentz's method."""
     value, upper, lower = 1.0, 1.0, 0.0
     for number in range(1, 10_000):
         half, odd = divmod(number, 2)
@@ -51,7 +51,7 @@ def _continued_fraction(x: float, a: float, b: float) -> float:
 
 
 def beta_quantile(probability: float, a: float, b: float) -> float:
-    """Below this a beta variable is with the given probability."""
+    """Return the value that a beta variable does not exceed with the given probability."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -65,7 +65,7 @@ def beta_quantile(probability: float, a: float, b: float) -> float:
 
 
 def t_quantile(probability: float, freedom: float) -> float:
-    """Below this a variable of Student's distribution is; for probabilities above one half."""
+    """Return a quantile of Student's t distribution, for a probability above one half."""
     x = beta_quantile(2 * (1 - probability), freedom / 2, 0.5)
     return math.sqrt(freedom * (1 - x) / x)
 
@@ -76,7 +76,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A mean over tasks."""
+    """A mean over tasks, with its confidence interval."""
 
     mean: float
     low: float
@@ -86,15 +86,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What the rollouts of some tasks came to."""
+    """The scores of a set of tasks."""
 
     reward: Score
     passes: dict[int, Score]
-    """By k."""
+    """pass@k by k."""
 
 
 def score_rollouts(rollouts: Iterable[Rollout], kind: str | None = None) -> Scores | None:
-    """The scores of the tasks of one kind, or of all. Rollouts that were lost count nowhere."""
+    """Return the scores of the tasks of one kind, or of all tasks. Lost rollouts are not counted."""
     by_task: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.reward is not None and kind in (None, rollout.kind):
@@ -103,7 +103,7 @@ def score_rollouts(rollouts: Iterable[Rollout], kind: str | None = None) -> Scor
 
 
 def score_tasks(rewards: Sequence[Sequence[float]]) -> Scores | None:
-    """The scores of tasks, each given as the rewards of its rollouts. None when nobody has a reward."""
+    """Return the scores of tasks, each given as the rewards of its rollouts; None if there are no rewards."""
     attempted = [task for task in rewards if task]
     if not attempted:
         return None
@@ -113,26 +113,26 @@ def score_tasks(rewards: Sequence[Sequence[float]]) -> Scores | None:
 
 
 def powers_up_to(most: int) -> list[int]:
-    """1, 2, 4, ... as far as `most`."""
+    """Return the powers of 2 up to `most`: 1, 2, 4, ..."""
     return [2**exponent for exponent in range(most.bit_length())]
 
 
 def pass_at_k(num_rollouts: int, num_passed: int, k: int) -> float:
-    """The probability that k rollouts drawn from these without putting any back hold one that passed."""
+    """Return the probability that at least one of k rollouts, drawn from these without replacement, passed."""
     if not 1 <= k <= num_rollouts:
-        raise ValueError(f"pass@{k} needs at least {k} rollouts, and there are {num_rollouts}")
+        raise ValueError(f"pass@{k} needs at least {k} rollouts, but there are {num_rollouts}")
     return 1 - math.comb(num_rollouts - num_passed, k) / math.comb(num_rollouts, k)
 
 
 def _pass_score(rewards: Sequence[Sequence[float]], k: int) -> Score:
-    """Over the tasks with rollouts enough."""
+    """Return pass@k over the tasks that have at least k rollouts."""
     tasks = [task for task in rewards if len(task) >= k]
     values = [pass_at_k(len(task), sum(reward >= PASS_REWARD for reward in task), k) for task in tasks]
     return interval(values, most_draws=sum(len(task) / k for task in tasks))
 
 
 def _reward_score(rewards: Sequence[Sequence[float]]) -> Score:
-    """On a scale from 0 to 1, or as far as rewards were seen beyond it."""
+    """Return the mean reward. Its scale is from 0 to 1, extended to the lowest and highest reward seen."""
     every = [reward for task in rewards for reward in task]
     bottom, top = min(0.0, *every), max(1.0, *every)
     width = top - bottom
@@ -146,7 +146,7 @@ def _reward_score(rewards: Sequence[Sequence[float]]) -> Score:
 
 
 def interval(values: Sequence[float], *, most_draws: float) -> Score:
-    """The mean of values between 0 and 1, one a task, with its interval (see the top of this file)."""
+    """Return the mean of values between 0 and 1, one per task, with its interval (see the top of this file)."""
     mean = min(max(fmean(values), 0.0), 1.0)
     draws = _effective_draws(values, mean, most_draws)
     passed, failed, tail = mean * draws, (1 - mean) * draws, (1 - CONFIDENCE) / 2
@@ -159,7 +159,7 @@ def interval(values: Sequence[float], *, most_draws: float) -> Score:
 
 
 def _effective_draws(values: Sequence[float], mean: float, most: float) -> float:
-    """As many independent draws as would estimate this mean as well as these tasks do."""
+    """Return the effective sample size: how many independent draws would give a mean of the same variance."""
     count = len(values)
     if count < 2 or mean in (0, 1):
         return float(count)

@@ -1,8 +1,8 @@
-"""What makes a task fit for training, and what a check found of each.
+"""The rules by which a task is fit for training, and the report of a check.
 
-A task is good when its own solution (`oracle`) earns the full reward and doing nothing (`nop`) does not. The full
-reward is 1, or `[metadata] max_reward` of its task.toml. Of tasks that are duplicates of each other the first good one
-is kept. Where a policy attempted the good ones, those that it always or never solved teach it nothing.
+A task is good if its own solution (`oracle`) earns the full reward and doing nothing (`nop`) does not. The full reward
+is 1, or `[metadata] max_reward` of its task.toml. Among duplicates the first good task is kept. If a policy attempted
+the good tasks, those that it always or never solved are not good: it learns nothing from them.
 """
 
 from collections import Counter
@@ -13,13 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Self
 
+from dockyard.collect.progress import aligned
 from dockyard.tasks.duplicates import find_duplicates
 from dockyard.types import Rollout, Task
 
 _EXACT = "the same instruction, tests and environment"
 _NEAR = "the same words in the instruction, and the same environment or solution"
 _SHOWN = 40
-_CLOSE = 1e-9  # the mean of a task's steps may fall short of 1 by a rounding
+_CLOSE = 1e-9  # the mean of a task's steps may be below 1 by a rounding error
 
 
 class Fault(StrEnum):
@@ -39,7 +40,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskProblem:
-    """One thing that is wrong with a task."""
+    """A reason why a task is not good."""
 
     why: Fault
     detail: str
@@ -47,18 +48,18 @@ class TaskProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """What a policy's rollouts of one task came to."""
+    """The results of a policy's rollouts of one task."""
 
     rollouts: int
     solved: int
     lost: int
     reward: float | None
-    """The mean; None when all were lost."""
+    """The mean reward; None if all rollouts were lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReport:
-    """One task."""
+    """The result of checking one task."""
 
     task: str
     path: str
@@ -66,12 +67,13 @@ class TaskReport:
     problems: tuple[TaskProblem, ...] = ()
     full_reward: float = 1.0
     oracle: float | None = None
-    """Its reward; None where it was not run, or lost."""
+    """Its reward; None if it was not run, or lost."""
     nop: float | None = None
+    """Its reward; None if it was not run, or lost."""
     policy: Attempts | None = None
 
     def blamed(self, why: Fault, detail: str) -> Self:
-        """With one problem more."""
+        """Return the report with another problem."""
         return replace(self, ok=False, problems=(*self.problems, TaskProblem(why=why, detail=detail)))
 
     def is_full(self, reward: float) -> bool:
@@ -80,13 +82,13 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityReport:
-    """All tasks of a folder."""
+    """The result of checking all tasks of a folder."""
 
     folder: str
     tasks: int
     good: int
     problems: dict[str, int]
-    """How many tasks have which."""
+    """The number of tasks with each kind of problem."""
     reports: tuple[TaskReport, ...]
     rollouts: str
     trials: str
@@ -104,23 +106,17 @@ class QualityReport:
         )
 
     def table(self) -> str:
-        """For people: the tasks that are not good, and why."""
+        """Format the tasks that are not good, with the reasons, for the terminal."""
         bad = [report for report in self.reports if not report.ok]
+        rows = [(report.task, problem.why, problem.detail) for report in bad[:_SHOWN] for problem in report.problems]
         more = [f"and {len(bad) - _SHOWN} more, which the report names"] if len(bad) > _SHOWN else []
         counts = ", ".join(f"{why} {count}" for why, count in sorted(self.problems.items()))
         totals = f"{self.good} of {self.tasks} tasks in {self.folder} are good" + (f"; {counts}" if counts else "")
-        return "\n".join([*_columns(bad[:_SHOWN]), *more, totals, f"rollouts: {self.rollouts}"])
-
-
-def _columns(reports: Sequence[TaskReport]) -> list[str]:
-    rows = [(report.task, problem.why, problem.detail) for report in reports for problem in report.problems]
-    names = max((len(name) for name, _, _ in rows), default=0)
-    faults = max((len(why) for _, why, _ in rows), default=0)
-    return [f"{name:<{names}}  {why:<{faults}}  {detail}" for name, why, detail in rows]
+        return "\n".join([*aligned(rows), *more, totals, f"rollouts: {self.rollouts}"])
 
 
 def judge_oracle(report: TaskReport, rollout: Rollout, trial: Path) -> TaskReport:
-    """The task's own solution must earn the full reward."""
+    """Check that the task's own solution earned the full reward."""
     report = replace(report, oracle=rollout.reward)
     if rollout.reward is None:
         return report.blamed(Fault.ORACLE_LOST, _lost(rollout, trial))
@@ -131,7 +127,7 @@ def judge_oracle(report: TaskReport, rollout: Rollout, trial: Path) -> TaskRepor
 
 
 def judge_nop(report: TaskReport, rollout: Rollout, trial: Path) -> TaskReport:
-    """Doing nothing must not."""
+    """Check that doing nothing did not earn the full reward."""
     report = replace(report, nop=rollout.reward)
     if rollout.reward is None:
         return report.blamed(Fault.NOP_LOST, _lost(rollout, trial))
@@ -142,7 +138,7 @@ def judge_nop(report: TaskReport, rollout: Rollout, trial: Path) -> TaskReport:
 
 
 def judge_policy(report: TaskReport, rollouts: Sequence[Rollout]) -> TaskReport:
-    """Between always and never. Rollouts that were lost count as neither."""
+    """Check that the policy solved the task sometimes, but not always. Lost rollouts are not counted."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     solved = sum(report.is_full(reward) for reward in rewards)
     lost = len(rollouts) - len(rewards)
@@ -159,7 +155,7 @@ def judge_policy(report: TaskReport, rollouts: Sequence[Rollout]) -> TaskReport:
 
 
 def judge_duplicates(reports: dict[str, TaskReport], tasks: Sequence[Task]) -> dict[str, TaskReport]:
-    """Among the good ones the first is kept."""
+    """Mark the good tasks that are duplicates of an earlier good task."""
     good = [task for task in tasks if reports[task.name].ok]
     found = dict(reports)
     for item in find_duplicates(good):
@@ -169,7 +165,7 @@ def judge_duplicates(reports: dict[str, TaskReport], tasks: Sequence[Task]) -> d
 
 
 def _lost(rollout: Rollout, trial: Path) -> str:
-    """The cause, how its message begins and how it ends: builds say last what went wrong."""
+    """Return the cause and the first and last line of its message: a build prints its error last."""
     failure = rollout.failure
     lines = [line.strip() for line in failure.message.splitlines() if line.strip()] if failure else []
     said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

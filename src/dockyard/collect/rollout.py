@@ -8,11 +8,10 @@ from statistics import fmean
 from typing import Self
 
 from dockyard import process
-from dockyard.collect.run_order import PreparedRollouts, gather, rollouts_in, tasks_of
+from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in, tasks_of
 from dockyard.rollout.blame import causes_text, failure_counts
-from dockyard.rollout.order import Order
 from dockyard.run_dir.run import ROLLOUTS, RunDir
-from dockyard.types import Rollout, Task
+from dockyard.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,26 +71,13 @@ class RolloutSummary:
         return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
 
 
-def rollout_order(run: RunDir, tasks: Sequence[Task], group_size: int) -> Order:
-    """Order `group_size` rollouts of each task, sampled as in training."""
-    config = run.config
-    return Order(
-        phase=ROLLOUTS,
-        tasks=tasks,
-        group_size=group_size,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        stream=ROLLOUTS,
-        retry_lost=True,
-    )
-
-
 def collect_rollouts(
     run: RunDir, prepared: PreparedRollouts, *, num_tasks: int | None, harbor_cli: bool
 ) -> RolloutSummary:
     """Attempt the training tasks, or the first `num_tasks`, and write a summary to the run folder."""
     start = time.monotonic()
-    order = rollout_order(run, tasks_of(run, "train")[:num_tasks], run.config.grpo.group_size)
+    tasks = tasks_of(run, "train")[:num_tasks]
+    order = order_of(run.config, ROLLOUTS, tasks, run.config.grpo.group_size)
     groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
     summary = RolloutSummary.of(
         rollouts_in(groups),

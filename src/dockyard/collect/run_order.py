@@ -3,72 +3,21 @@
 `prepare` checks everything that can be checked before the folder is made.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dockyard.collect.harbor_cli import HarborCliRunner
-from dockyard.collect.model_files import ModelFiles
-from dockyard.collect.open import check_run, find_model_files, open_pool, open_source
+from dockyard.collect.open import ModelFiles, check_run, find_model_files, open_pool, open_source
+from dockyard.collect.progress import RolloutProgress
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.rollout.blame import causes_text
-from dockyard.rollout.order import Order, Phase
-from dockyard.rollout.pool import RolloutPool
+from dockyard.rollout.order import Order
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Group, Rollout, Task
-
-
-class RolloutProgress:
-    """A progress line that counts finished rollouts."""
-
-    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._live = Live("", console=self._console, transient=True, refresh_per_second=4)
-        self._title, self._total = title, total
-        self._rewards: list[float] = []
-        self._failures: Counter[str] = Counter()
-        self._done = 0
-        self._phases = ""
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def finished(self, rollout: Rollout) -> None:
-        """Count a finished rollout."""
-        self._done += 1
-        if rollout.reward is not None:
-            self._rewards.append(rollout.reward)
-        if rollout.failure:
-            self._failures[rollout.failure.cause] += 1
-        self._show()
-
-    def phases(self, counts: Mapping[Phase, int]) -> None:
-        """Show the number of rollouts in each phase."""
-        self._phases = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
-        self._show()
-
-    def _show(self) -> None:
-        if not self._console.is_terminal:
-            return
-        reward = f"{sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else "-"
-        under_way = f" ({self._phases})" if self._phases else ""
-        text = f"{self._title}: {self._done}/{self._total}{under_way}  reward {reward}  failures "
-        self._live.update(Text(text + causes_text(dict(self._failures))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +31,9 @@ class PreparedRollouts:
 def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None) -> PreparedRollouts:
     """Raise an error if the run cannot work. Generated tasks are made later, in the run folder."""
     check_run(config)
-    if split == "heldout":
-        _check_heldout(config)
+    if split == "heldout" and not config.tasks.holds_out:
+        hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
+        raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
     check_tasks(config)
     return PreparedRollouts(model=find_model_files(config), adapter=adapter)
 
@@ -94,10 +44,25 @@ def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
     return sets.train if split == "train" else sets.heldout
 
 
-def _check_heldout(config: RunConfig) -> None:
-    if not config.tasks.holds_out:
-        hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
-        raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
+def order_of(
+    config: RunConfig,
+    phase: str,
+    tasks: Sequence[Task],
+    group_size: int,
+    *,
+    temperature: float | None = None,
+    retry_lost: bool = True,
+) -> Order:
+    """Return the order of a phase whose seeds depend on its name. The default temperature is that of training."""
+    return Order(
+        phase=phase,
+        tasks=tasks,
+        group_size=group_size,
+        temperature=config.sampling.temperature if temperature is None else temperature,
+        seed=config.seed,
+        stream=phase,
+        retry_lost=retry_lost,
+    )
 
 
 async def gather(
@@ -109,13 +74,10 @@ async def gather(
             open_source(run.config, prepared.model, prepared.adapter, log=run.paths.engine_log) as source,
             open_pool(run.config, run, source.engine, source.renderer, progress.phases) as pool,
         ):
-            pool = _by_command(pool) if harbor_cli else pool
+            if harbor_cli:
+                assert isinstance(pool.runner, TrialRunner)
+                pool = replace(pool, runner=HarborCliRunner(common=pool.runner))
             return await pool.collect(order, progress.finished)
-
-
-def _by_command(pool: RolloutPool) -> RolloutPool:
-    assert isinstance(pool.runner, TrialRunner)
-    return replace(pool, runner=HarborCliRunner.like(pool.runner))
 
 
 def rollouts_in(groups: Sequence[Group]) -> list[Rollout]:

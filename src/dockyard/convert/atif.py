@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, Field, ValidationError
 
 from dockyard.chat_format import parse_arguments
-from dockyard.gateway.protocol import function_tool
+from dockyard.gateway.protocol import first_problem, function_tool
 from dockyard.types import Json, ToolCall
 
 _KNOWN = re.compile(r"ATIF-v1\.[0-8]")
@@ -143,11 +143,7 @@ def read_trajectory(file: Path) -> Trajectory:
     try:
         trajectory = Trajectory.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise UnreadableError(
-            f"`{file}` is not an ATIF trajectory: {place and f'`{place}`: '}{problem['msg']}"
-        ) from error
+        raise UnreadableError(f"`{file}` is not an ATIF trajectory: {first_problem(error)}") from error
     if not _KNOWN.fullmatch(trajectory.schema_version):
         raise UnreadableError(f"`{file}` is `{trajectory.schema_version}`; `ATIF-v1.0` to `ATIF-v1.8` are supported")
     return trajectory
@@ -181,14 +177,10 @@ def reply_of(step: AtifStep, agent: Agent) -> str | None:
     parts = _SPLIT_REPLY.fullmatch(text)
     if {call.function_name for call in calls} - {_COMMAND, _COMPLETE} or parts is None or not (calls or text):
         return None
-    commands = [_arguments(call) for call in calls if call.function_name == _COMMAND]
+    commands = [call.call().arguments for call in calls if call.function_name == _COMMAND]
     is_complete = any(call.function_name == _COMPLETE for call in calls)
     write = _xml if (agent.extra or {}).get("parser") == "xml" else _json
     return write(parts["analysis"] or "", parts["plan"] or "", commands, is_complete)
-
-
-def _arguments(call: AtifCall) -> Json:
-    return call.call().arguments
 
 
 def _json(analysis: str, plan: str, commands: Sequence[Json], is_complete: bool) -> str:

@@ -8,7 +8,6 @@ place of the model's own text.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,8 @@ def _read_chat(text: str, place: int, messages: list[Message]) -> int:
         if said is None and _take(_AIDER_NOTES, text, asked.end()).end() == len(text):
             return len(text)  # the last message was not answered
         said = _take(_AIDER_REPLY, text, asked.end())
-        messages += [_aider_user(asked[1]), _aider_reply(said[1])]
+        lines = (line.removeprefix("#### ").removesuffix("  ") for line in asked[1].splitlines())
+        messages += [Message("user", "\n".join(lines)), _aider_reply(said[1])]
         place = text.index("> Tokens: ", said.end(1))
 
 
@@ -82,10 +82,6 @@ def _take(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
     if found is None:
         raise ValueError(f"not an aider chat from character {place}")
     return found
-
-
-def _aider_user(block: str) -> Message:
-    return Message("user", "\n".join(line.removeprefix("#### ").removesuffix("  ") for line in block.splitlines()))
 
 
 def _aider_reply(text: str) -> Message:
@@ -142,8 +138,8 @@ def read_completions(folder: Path) -> TrajectoryText:
     """Read the model calls that OpenHands logged. Raises `UnreadableError`."""
     files = sorted(folder.glob("*.json"), key=lambda file: (_logged_at(file), file.name))
     calls = [_read_call(file) for file in files]
-    model = next((call.model for call in calls if call.model), "")
-    return TrajectoryText(conversations=conversations_of([call.exchange for call in calls]), model=model)
+    model = next((model for _, model in calls if model), "")
+    return TrajectoryText(conversations=conversations_of([exchange for exchange, _ in calls]), model=model)
 
 
 def _logged_at(file: Path) -> float:
@@ -154,13 +150,8 @@ def _logged_at(file: Path) -> float:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _LoggedCall:
-    exchange: Exchange
-    model: str
-
-
-def _read_call(file: Path) -> _LoggedCall:
+def _read_call(file: Path) -> tuple[Exchange, str]:
+    """A logged call, and the name of its model."""
     try:
         logged: Json = json.loads(file.read_bytes())
         response: Json = logged["response"]
@@ -172,6 +163,6 @@ def _read_call(file: Path) -> _LoggedCall:
             "reply": choice.get("message"),
             "finish": choice.get("finish_reason"),
         }
-        return _LoggedCall(parse_exchange(recorded), str(response.get("model") or ""))
+        return parse_exchange(recorded), str(response.get("model") or "")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UnreadableError(f"`{file}` is not a logged model call: {type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ An attempt that cannot be read carries its error, and the others are still read.
 in a run are kept exactly.
 """
 
+import logging
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -19,30 +20,28 @@ from pydantic import BaseModel, ValidationError
 from dockyard.convert.atif import UnreadableError
 from dockyard.convert.conversation import Converted, conversations_of, group_name
 from dockyard.convert.logs import LOG_IS_BETTER, conversation_from_log, read_completions
-from dockyard.convert.tokenize import Tokeniser, blank, isolate_errors, skip
+from dockyard.convert.sample_files import holds_samples, read_samples
+from dockyard.convert.samples import Sample, groups_of
+from dockyard.convert.tokenize import Tokeniser, blank, isolate_errors, skip, tokenizer_mismatch
 from dockyard.convert.traces import read_trace_file
 from dockyard.convert.trajectory import TRAJECTORY, TrajectoryText, read_trajectory_text
 from dockyard.errors import DockyardError
+from dockyard.gateway.protocol import first_problem
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rollout.job import CALL_NO_MODEL, read_result, read_setup, rollout_of_trial, task_name, trial_folders
-from dockyard.run_dir.records import RecordedRollout, from_line
+from dockyard.run_dir.records import from_line
 from dockyard.run_dir.run import RunPaths, recorded_files
-from dockyard.types import Failure, Rollout
+from dockyard.types import Failure, Group, Rollout
 
 # pyright: reportMissingTypeStubs=false
 
-__all__ = ["Converted", "count_trials", "read_trials", "unfinished"]
+logger = logging.getLogger(__name__)
 
 _EVALUATIONS = "eval"
 _COMPLETIONS = "completions"
 
 
-def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run."""
-    return recorded_files(path) is not None
-
-
-def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+def _read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     """The rollouts of all phases. Evaluations are skipped; to convert one, pass its file."""
     files = recorded_files(path)
     if not files:
@@ -50,13 +49,13 @@ def read_run(path: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
             f"`{path}` has no rollouts", hint=f"`dockyard convert {RunPaths(path).trials}` reads its trials"
         )
     for file in files:
-        for found in read_recorded(file, tokeniser):
+        for found in _read_recorded(file, tokeniser):
             is_evaluation = file.stem.startswith(_EVALUATIONS) and found.skipped != "unreadable"
             detail = f"held-out tasks are not trained on; `dockyard convert {file}` converts them"
             yield skip(found, "evaluation", detail) if is_evaluation else found
 
 
-def read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
+def _read_recorded(file: Path, tokeniser: Tokeniser) -> Iterator[Converted]:
     """Read one file of rollouts line by line. Of an attempt that was recorded twice, the later line is used."""
     who = _RunNames.of(RunPaths(file.parent.parent).config)
     latest = {key: number for number, line in _lines(file) if (key := _key(line))}
@@ -117,15 +116,16 @@ def _converted(where: str, line: bytes, who: _RunNames, tokeniser: Tokeniser) ->
         conversations = conversations_of(recorded.rollout.exchanges)
     except (ValidationError, KeyError, TypeError, OverflowError) as error:
         broken = blank(where, agent=who.agent, model=who.model)
-        return skip(broken, "unreadable", f"`{where}` is not a rollout: {_reason(error)}")
-    rollout = recorded.rollout
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
+        return skip(broken, "unreadable", f"`{where}` is not a rollout: {reason}")
+    rollout, group = recorded.rollout, f"{recorded.phase}-{recorded.group:03}"
     found = Converted(
         where=where,
-        trial=_trial_name(recorded),
+        trial=f"{group}-{rollout.attempt:02}",
         agent=who.agent,
         model=who.model,
         rollout=rollout,
-        group=f"{recorded.phase}-{recorded.group:03}",
+        group=group,
         conversations=conversations,
         detail="the run recorded ids, not text; its `trials` folder has the agent's text" if rollout.segments else "",
     )
@@ -134,18 +134,6 @@ def _converted(where: str, line: bytes, who: _RunNames, tokeniser: Tokeniser) ->
     if not rollout.segments and not conversations:
         return skip(found, "no_model_calls", "there was no model call, or no reply reached the agent")
     return tokeniser.tokenise(found, text=recorded.transcript)
-
-
-def _reason(error: Exception) -> str:
-    """The first problem of a validation error; else the first line of the message."""
-    if isinstance(error, ValidationError):
-        problem = error.errors(include_url=False)[0]
-        return f"`{'.'.join(map(str, problem['loc']))}`: {problem['msg']}"
-    return str(error).splitlines()[0]
-
-
-def _trial_name(recorded: RecordedRollout) -> str:
-    return f"{recorded.phase}-{recorded.group:03}-{recorded.rollout.attempt:02}"
 
 
 def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) -> Iterator[Converted]:
@@ -157,18 +145,19 @@ def read_trials(path: Path, renderer: Renderer | None, *, exact: bool = True) ->
     if not path.exists():
         raise DockyardError(f"`{path}` does not exist", hint="pass the folder of a Harbor job, e.g. `jobs/NAME`")
     if path.is_dir():
-        yield from read_run(path, tokeniser) if is_run(path) else _read_job(path, tokeniser)
+        is_run = recorded_files(path) is not None
+        yield from _read_run(path, tokeniser) if is_run else _read_job(path, tokeniser)
     elif path.suffix == ".parquet":
         yield from read_trace_file(path, tokeniser)
     elif path.suffix == ".jsonl":
-        yield from read_recorded(path, tokeniser)
+        yield from _read_recorded(path, tokeniser)
     else:
         yield isolate_errors(blank(str(path), trial=path.stem), partial(_read_trajectory, path, tokeniser))
 
 
 def count_trials(path: Path) -> int | None:
     """The number of attempts; None if counting them would take long."""
-    return len(trial_folders(path)) if path.is_dir() and not is_run(path) else None
+    return len(trial_folders(path)) if path.is_dir() and recorded_files(path) is None else None
 
 
 def unfinished(path: Path) -> str | None:
@@ -223,21 +212,13 @@ def _found(trial: Path, result: TrialResult | Failure, attempt: int) -> Converte
     if isinstance(result, Failure):
         still = result.cause == "cancelled"
         detail = f"{result.message}: the trial is still running, or was killed" if still else result.message
-        rollout = rollout_of_trial(result, task, attempt)
-        why = "running" if still else "unreadable"
-        return Converted(
-            where=str(trial), trial=trial.name, agent="", model="", rollout=rollout, skipped=why, detail=detail
-        )
-    found = Converted(
-        where=str(trial),
-        trial=result.trial_name,
-        agent=result.agent_info.name,
-        model=_model(result),
-        rollout=Rollout(task=task, kind="", attempt=attempt, segments=(), reward=None, failure=None),
-    )
+        found = replace(blank(str(trial), trial=trial.name), rollout=rollout_of_trial(result, task, attempt))
+        return replace(found, skipped="running" if still else "unreadable", detail=detail)
+    unknown = blank(str(trial), trial=result.trial_name, task=task, agent=result.agent_info.name, model=_model(result))
     try:
-        return replace(found, rollout=rollout_of_trial(result, task, attempt))
+        return replace(unknown, rollout=rollout_of_trial(result, task, attempt))
     except OverflowError:
+        found = replace(unknown, rollout=replace(unknown.rollout, attempt=attempt))
         return skip(found, "unreadable", f"`{trial / 'result.json'}` has invalid token ids")
 
 
@@ -263,7 +244,6 @@ def _with_text(found: Converted, trial: Path, result: TrialResult, tokeniser: To
 
 
 def _tokenised(found: Converted, text: TrajectoryText, tokeniser: Tokeniser) -> Converted:
-    failure = found.rollout.failure
     found = replace(
         found,
         model=found.model or text.model,
@@ -271,9 +251,9 @@ def _tokenised(found: Converted, text: TrajectoryText, tokeniser: Tokeniser) -> 
         notes=(*found.notes, *sorted(text.notes)),
     )
     if found.skipped is None and found.rollout.reward is None and "no_reward" not in found.notes:
-        return skip(
-            found, "no_reward", f"{failure.cause}: {failure.message}" if failure else "the trial was not graded"
-        )
+        failure = found.rollout.failure
+        reason = f"{failure.cause}: {failure.message}" if failure else "the trial was not graded"
+        return skip(found, "no_reward", reason)
     return tokeniser.tokenise(found, text.turns)
 
 
@@ -305,3 +285,41 @@ def _read_trajectory(file: Path, tokeniser: Tokeniser) -> Converted:
         return _tokenised(found, read_trajectory_text(file), tokeniser)
     except (UnreadableError, OverflowError) as error:
         return skip(found, "unreadable", str(error))
+
+
+def read_groups(path: Path, renderer: Renderer) -> tuple[Group, ...]:
+    """The rollouts that can be trained on, in groups by task; those of a Dockyard run also by step.
+
+    `path` is a file of samples, which are used as they are, or anything that `read_trials` converts.
+    """
+    if holds_samples(path):
+        return groups_of(_checked(path, renderer))
+    by_group: dict[str, list[Rollout]] = {}
+    for converted in _convertible(path, renderer):
+        by_group.setdefault(converted.group or converted.rollout.task, []).append(converted.rollout)
+    return tuple(Group(task=rollouts[0].task, rollouts=tuple(rollouts)) for rollouts in by_group.values())
+
+
+def _checked(path: Path, renderer: Renderer) -> Iterator[Sample]:
+    """Read samples, and refuse ids of another tokenizer: they would be trained on without an error, or crash later."""
+    for sample in read_samples(path):
+        why = tokenizer_mismatch([sample.tokens], f"{sample.prompt}\n{sample.response}", renderer)
+        if why:
+            hint = "set `--model.name` to the model that the samples were made for"
+            raise DockyardError(f"sample {sample.index} of `{path}` was made for another model: {why}", hint=hint)
+        yield sample
+
+
+def _convertible(path: Path, renderer: Renderer) -> Iterator[Converted]:
+    """The attempts that can be trained on. Others are logged, and counted at the end."""
+    left_out: Counter[str] = Counter()
+    num_read = 0
+    for converted in read_trials(path, renderer):
+        num_read += 1
+        if converted.skipped:
+            left_out[converted.skipped] += 1
+            logger.warning("%s: %s%s", converted.where, converted.skipped, converted.detail and f": {converted.detail}")
+        else:
+            yield converted
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items())) or "none"
+    logger.info("%d rollouts in %s, left out: %s", num_read, path, reasons)

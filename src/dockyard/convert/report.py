@@ -70,20 +70,15 @@ class ConversionReport:
         self.trials += 1
         self.worded += bool(found.conversations)
         if found.skipped is not None:
-            self.skipped[found.skipped] += 1
-            self._name(_Skipped(found.where, found.skipped, found.detail))
+            skipped = _Skipped(found.where, found.skipped, found.detail)
+            self.skipped[skipped.reason] += 1
+            self.skipped_trials.append(skipped)
+            if self.skipped[skipped.reason] > _MAX_NAMED:
+                logger.info("%s: %s", skipped.reason, skipped.line)
             return
         self.exact += found.exact
         self.text += not found.exact
         self.notes.update(set(found.notes))
-        self._add_tokens(found)
-
-    def _name(self, skipped: _Skipped) -> None:
-        self.skipped_trials.append(skipped)
-        if self.skipped[skipped.reason] > _MAX_NAMED:
-            logger.info("%s: %s", skipped.reason, skipped.line)
-
-    def _add_tokens(self, found: Converted) -> None:
         rollout = found.rollout
         self.segments += len(rollout.segments)
         self.tokens += sum(len(segment.token_ids) for segment in rollout.segments)

@@ -7,16 +7,20 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dockyard.convert.sample import Sample
+from dockyard.convert.samples import Sample
+from dockyard.convert.slime_pt import load_slime, write_slime
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import sync_folder
 
@@ -27,6 +31,7 @@ from dockyard.run_dir.durable import sync_folder
 
 _BUFFERED = 1 << 20
 _BATCH = 64
+_MAX_LINE = 64 * 2**20
 
 type ParquetColumn = tuple[str, str]
 """A column name and one of the types below."""
@@ -119,10 +124,29 @@ _COLUMNS: tuple[ParquetColumn, ...] = (
 _OPTIONAL = ("prompt", "response", "label", "rollout_id", "rollout_log_probs", "versions", "remove_sample", "metadata")
 
 
-class SampleWriter(Protocol):
+type _Write = Callable[[Sample], object]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWriter:
     """An open file that samples are written to."""
 
-    def write(self, sample: Sample) -> None: ...
+    path: Path
+    _write: _Write
+
+    def write(self, sample: Sample) -> None:
+        """Write a sample, and refuse one that could not be read back."""
+        logprobs = sample.rollout_log_probs
+        for name, is_finite in (
+            ("reward", sample.reward is None or math.isfinite(sample.reward)),
+            ("rollout_log_probs", logprobs is None or bool(np.isfinite(logprobs).all())),
+        ):
+            if not is_finite:
+                trial = sample.metadata.get("trial") or sample.label
+                hint = "the value comes from its verifier or engine; leave the trial out"
+                raise DockyardError(f"`{name}` of trial `{trial}` is not a finite number", hint=hint)
+        with writing(self.path):
+            self._write(sample)
 
 
 @contextmanager
@@ -131,8 +155,8 @@ def open_writer(path: Path, format: str | None = None) -> Generator[SampleWriter
     open_draft = _WRITERS[_format_of(path, format)]
     with whole_file(path) as draft, ExitStack() as stack:
         with writing(path):
-            writer = stack.enter_context(open_draft(draft))
-        yield _Checked(writer, path)
+            write = stack.enter_context(open_draft(draft))
+        yield SampleWriter(path, write)
         with writing(path):
             stack.close()
 
@@ -141,7 +165,24 @@ def read_samples(path: Path) -> Iterator[Sample]:
     """Read a file that `open_writer` wrote, or SLiME's debug `.pt`, sample by sample."""
     if not path.is_file():
         raise UsageError(f"`{path}` is not a file", hint="write one with `dockyard convert JOB_DIR --output FILE`")
-    return _READERS[_format_of(path, None)](path)
+    rows = _READERS[_format_of(path, None)](path)
+    return (_sample(row, where) for where, row in rows)
+
+
+def holds_samples(path: Path) -> bool:
+    """Whether a file has samples that `dockyard convert` or SLiME wrote, by its suffix or its content."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".parquet":
+        try:
+            return "tokens" in pq.read_schema(path).names
+        except (OSError, ValueError):
+            return True  # reading it reports what is wrong
+    if path.suffix in (".json", ".jsonl"):
+        with path.open("rb") as file:
+            first = file.readline(_MAX_LINE) if path.suffix == ".jsonl" else file.read(64).lstrip()
+        return b'"tokens"' in first if path.suffix == ".jsonl" else first.startswith(b"[")
+    return path.suffix == ".pt"
 
 
 def _format_of(path: Path, format: str | None) -> str:  # noqa: A002
@@ -161,16 +202,12 @@ def whole_file(path: Path) -> Generator[Path]:
     try:
         yield draft
         with writing(path):
-            _finish(draft, path)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(path)
+            sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _finish(draft: Path, path: Path) -> None:
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
 
 
 @contextmanager
@@ -183,83 +220,36 @@ def writing(path: Path) -> Generator[None]:
         raise DockyardError(f"cannot write `{path}`: {error.strerror or error}", hint=hint) from error
 
 
-class _Checked:
-    """Refuses samples that could not be read back."""
-
-    def __init__(self, writer: SampleWriter, path: Path) -> None:
-        self._writer = writer
-        self._path = path
-
-    def write(self, sample: Sample) -> None:
-        logprobs = sample.rollout_log_probs
-        for name, is_finite in (
-            ("reward", sample.reward is None or math.isfinite(sample.reward)),
-            ("rollout_log_probs", logprobs is None or bool(np.isfinite(logprobs).all())),
-        ):
-            if not is_finite:
-                trial = sample.metadata.get("trial") or sample.label
-                hint = "the value comes from its verifier or engine; leave the trial out"
-                raise DockyardError(f"`{name}` of trial `{trial}` is not a finite number", hint=hint)
-        with writing(self._path):
-            self._writer.write(sample)
-
-
-class _ParquetSamples:
-    def __init__(self, rows: ParquetWriter) -> None:
-        self._rows = rows
-
-    def write(self, sample: Sample) -> None:
+@contextmanager
+def _write_parquet(draft: Path) -> Generator[_Write]:
+    def write(sample: Sample) -> None:
         row: dict[str, Any] = {name: getattr(sample, name) for name, _ in _COLUMNS}
         row |= {"loss_mask": sample.loss_mask.astype(np.int8), "metadata": json.dumps(sample.metadata, allow_nan=False)}
-        self._rows.write(row, len(sample.tokens))
+        rows.write(row, len(sample.tokens))
 
-
-class _JsonSamples:
-    def __init__(self, file: Any, between: str) -> None:
-        self._file = file
-        self._between = between
-        self._next = ""
-
-    def write(self, sample: Sample) -> None:
-        self._file.write(self._next + _to_json(sample.row()))
-        self._next = self._between
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-@contextmanager
-def _write_parquet(draft: Path) -> Generator[SampleWriter]:
     with ParquetWriter(draft, _COLUMNS) as rows:
-        yield _ParquetSamples(rows)
+        yield write
 
 
 @contextmanager
-def _write_json(draft: Path) -> Generator[SampleWriter]:
+def _write_json(draft: Path, *, begin: str, between: str, end: str) -> Generator[_Write]:
+    separators = chain([""], repeat(between))
+
+    def write(sample: Sample) -> None:
+        text = json.dumps(sample.row(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        file.write(next(separators) + text)
+
     with draft.open("w", encoding="utf-8", errors="replace") as file:
-        file.write("[\n")
-        yield _JsonSamples(file, ",\n")
-        file.write("\n]\n")
+        file.write(begin)
+        yield write
+        file.write(end)
 
 
-@contextmanager
-def _write_jsonl(draft: Path) -> Generator[SampleWriter]:
-    with draft.open("w", encoding="utf-8", errors="replace") as file:
-        yield _JsonSamples(file, "\n")
-        file.write("\n")
+type _Rows = Iterator[tuple[str, Any]]
+"""Where a row was read, for errors, and the row."""
 
 
-@contextmanager
-def _write_pt(draft: Path) -> Generator[SampleWriter]:
-    from dockyard.convert.slime_pt import SlimeSamples
-
-    samples = SlimeSamples()
-    yield samples
-    samples.save(draft)
-
-
-def _read_parquet(path: Path) -> Iterator[Sample]:
+def _read_parquet(path: Path) -> _Rows:
     file = open_parquet(path)
     found: list[str] = file.schema_arrow.names
     missing = [name for name, _ in _COLUMNS if name not in found and name not in _OPTIONAL]
@@ -270,11 +260,12 @@ def _read_parquet(path: Path) -> Iterator[Sample]:
         )
     columns = [name for name, _ in _COLUMNS if name in found]
     for number, row in enumerate(read_parquet(file, path, columns), 1):
-        where = f"`{path}` row {number}"
-        yield _sample(row, where)
+        yield f"`{path}` row {number}", row
 
 
-def _sample(row: dict[str, Any], where: str) -> Sample:
+def _sample(row: Any, where: str) -> Sample:
+    if not isinstance(row, dict):
+        raise DockyardError(f"{where} is not a sample", hint="write the file with `dockyard convert`")
     metadata = row.get("metadata")
     if isinstance(metadata, str):
         row["metadata"] = _parse(metadata, f"`metadata` of {where}")
@@ -282,29 +273,27 @@ def _sample(row: dict[str, Any], where: str) -> Sample:
     return Sample.of_row(given, where)
 
 
-def _read_jsonl(path: Path) -> Iterator[Sample]:
+def _read_jsonl(path: Path) -> _Rows:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"`{path}` line {number}"
-                yield _sample(_object(_parse(line, where), where), where)
+                yield where, _parse(line, where)
 
 
-def _read_json(path: Path) -> Iterator[Sample]:
+def _read_json(path: Path) -> _Rows:
     rows = _parse(path.read_bytes(), f"`{path}`")
     if not isinstance(rows, list):
         raise DockyardError(f"`{path}` is not a list of samples", hint="write it with `dockyard convert`")
-    for number, row in enumerate(rows, 1):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        where = f"`{path}` sample {number}"
-        yield _sample(_object(row, where), where)
+    yield from _numbered(path, rows)
 
 
-def _read_pt(path: Path) -> Iterator[Sample]:
-    from dockyard.convert.slime_pt import load_slime
+def _read_pt(path: Path) -> _Rows:
+    yield from _numbered(path, load_slime(path))
 
-    for number, row in enumerate(load_slime(path), 1):
-        where = f"`{path}` sample {number}"
-        yield _sample(_object(row, where), where)
+
+def _numbered(path: Path, rows: list[Any]) -> _Rows:
+    return ((f"`{path}` sample {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _parse(text: str | bytes, where: str) -> Any:
@@ -316,23 +305,17 @@ def _parse(text: str | bytes, where: str) -> Any:
         ) from error
 
 
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DockyardError(f"{where} is not a sample", hint="write the file with `dockyard convert`")
-    return row  # pyright: ignore[reportUnknownVariableType]
-
-
 def _named(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-_WRITERS: dict[str, Callable[[Path], Any]] = {
+_WRITERS: dict[str, Callable[[Path], AbstractContextManager[_Write]]] = {
     "parquet": _write_parquet,
-    "json": _write_json,
-    "jsonl": _write_jsonl,
-    "pt": _write_pt,
+    "json": partial(_write_json, begin="[\n", between=",\n", end="\n]\n"),
+    "jsonl": partial(_write_json, begin="", between="\n", end="\n"),
+    "pt": write_slime,
 }
-_READERS: dict[str, Callable[[Path], Iterator[Sample]]] = {
+_READERS: dict[str, Callable[[Path], _Rows]] = {
     "parquet": _read_parquet,
     "json": _read_json,
     "jsonl": _read_jsonl,

@@ -1,29 +1,140 @@
-"""Converts rollouts to samples, and samples back to groups of rollouts."""
+"""Training samples with SLiME's field names, one per segment: from rollouts, to and from rows of a file, and back."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dockyard.convert.conversation import Converted
-from dockyard.convert.sample import Sample, SampleStatus
-from dockyard.convert.sample_files import open_writer, read_samples
 from dockyard.errors import DockyardError
+from dockyard.gateway.protocol import first_problem
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.types import Blame, Failure, Group, Rollout, Segment
+from dockyard.types import Blame, BoolArray, Failure, FloatArray, Group, IntArray, Rollout, Segment
 
-__all__ = [
-    "Sample",
-    "SampleMeta",
-    "SampleNumbers",
-    "SampleStatus",
-    "converted_samples",
-    "groups_of",
-    "open_writer",
-    "read_samples",
-    "samples_of",
-]
+
+class SampleStatus(StrEnum):
+    """How the rollout ended."""
+
+    PENDING = "pending"
+    """Appears only in SLiME's own files."""
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    """A limit of time, turns or context ended it."""
+    ABORTED = "aborted"
+    """The infrastructure caused the failure: there is no reward."""
+    FAILED = "failed"
+    """The policy caused another failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One segment of a rollout. All segments of a rollout have its `rollout_id` and its whole reward."""
+
+    group_index: int
+    """The same for all rollouts of a task."""
+    index: int
+    """Unique within a file."""
+    rollout_id: int
+    prompt: str
+    """For people to read, like `response`. It is never tokenised."""
+    tokens: IntArray
+    """Prompt and response."""
+    response: str
+    response_length: int
+    """The number of `tokens` after the first prompt, tool results included."""
+    label: str
+    """The name of the task."""
+    reward: float | None
+    """None if the rollout is dropped from its group."""
+    loss_mask: BoolArray
+    """Over the response: True where the policy drew the token."""
+    rollout_log_probs: FloatArray | None
+    """Over the response, 0 where not sampled. None if they were not recorded."""
+    versions: IntArray | None = None
+    """Over the response: the weight version that drew the token, -1 where not sampled. None if not recorded."""
+    status: str
+    remove_sample: bool
+    """True if it must not be trained on."""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def row(self) -> dict[str, Any]:
+        """The fields as plain lists and numbers."""
+        row: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        row["loss_mask"] = self.loss_mask.astype(np.int8)
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any], where: str) -> Self:
+        """Parse the output of `row`, or of SLiME's `Sample.to_dict`. Errors name the place and the field."""
+        try:
+            wire = _Row.model_validate(row)
+        except ValidationError as error:
+            raise _broken(where, first_problem(error)) from error
+        wire.check(where)
+        response, logprobs, versions = wire.response_length, wire.rollout_log_probs, wire.versions
+        return cls(
+            group_index=wire.group_index,
+            index=wire.index,
+            rollout_id=wire.index if wire.rollout_id is None else wire.rollout_id,
+            prompt=wire.prompt if isinstance(wire.prompt, str) else "",
+            tokens=np.array(wire.tokens, np.int32),
+            response=wire.response,
+            response_length=response,
+            label=wire.label or "",
+            # SLiME stores a number where there is no reward, and excludes the sample from the loss instead.
+            reward=None if wire.remove_sample else wire.reward,
+            loss_mask=np.ones(response, np.bool_) if wire.loss_mask is None else np.array(wire.loss_mask, np.bool_),
+            rollout_log_probs=None if logprobs is None else np.array(logprobs, np.float32),
+            versions=None if versions is None else np.array(versions, np.int32),
+            status=wire.status.value,
+            remove_sample=wire.remove_sample,
+            metadata=wire.metadata,
+        )
+
+
+type _Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class _Row(BaseModel):
+    """A sample as stored in a file. Unknown keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    group_index: int
+    index: int
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[_Int32]
+    response: str = ""
+    response_length: int = Field(ge=0)
+    label: str | None = None
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    versions: list[_Int32] | None = None
+    status: SampleStatus
+    remove_sample: bool = False
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def check(self, where: str) -> None:
+        """Refuse lists whose lengths do not agree."""
+        if self.response_length > len(self.tokens):
+            raise _broken(where, f"`response_length` is {self.response_length}, with {len(self.tokens)} `tokens`")
+        first = (self.loss_mask or [1])[0] if self.response_length else 0
+        if first and self.response_length == len(self.tokens):
+            raise _broken(where, "its first token is marked as sampled, but there is no prompt before it")
+        for name in ("loss_mask", "rollout_log_probs", "versions"):
+            values: list[float] | None = getattr(self, name)
+            if values is not None and len(values) != self.response_length:
+                raise _broken(where, f"`{name}` has {len(values)} values, `response_length` is {self.response_length}")
+
+
+def _broken(where: str, problem: str) -> DockyardError:
+    return DockyardError(f"{where} is not a sample: {problem}", hint="write it again with `dockyard convert`")
+
 
 _LOST = ("no_reward", "unreadable")
 
@@ -127,23 +238,10 @@ def _sample(segment: Segment, place: _Place, rollout: Rollout, meta: SampleMeta,
 
 
 def _padding(place: _Place, rollout: Rollout, meta: SampleMeta) -> Sample:
-    """SLiME's idiom for a rollout that gave nothing to train on."""
-    return Sample(
-        group_index=place.group_index,
-        index=place.index,
-        rollout_id=place.rollout_id,
-        prompt="",
-        tokens=np.zeros(2, np.int32),
-        response="",
-        response_length=1,
-        label=rollout.task,
-        reward=rollout.reward,
-        loss_mask=np.zeros(1, np.bool_),
-        rollout_log_probs=None,
-        status=_status(rollout),
-        remove_sample=rollout.reward is None,
-        metadata=_metadata(rollout, meta, 0),
-    )
+    """SLiME's idiom for a rollout that gave nothing to train on: one token in the response, not in the loss."""
+    ids, sampled = np.zeros(2, np.int32), np.array([False, True])
+    segment = Segment(token_ids=ids, sampled=sampled, logprobs=None, versions=None)
+    return replace(_sample(segment, place, rollout, meta, None), loss_mask=np.zeros(1, np.bool_))
 
 
 def _metadata(rollout: Rollout, meta: SampleMeta, segment: int) -> dict[str, Any]:
@@ -175,12 +273,11 @@ def groups_of(samples: Iterable[Sample]) -> tuple[Group, ...]:
     groups: dict[int, dict[int, list[Sample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, {}).setdefault(sample.rollout_id, []).append(sample)
-    return tuple(_group(group) for group in groups.values())
-
-
-def _group(rollouts: dict[int, list[Sample]]) -> Group:
-    made = tuple(_rollout(siblings, attempt) for attempt, siblings in enumerate(rollouts.values()))
-    return Group(task=made[0].task, rollouts=made)
+    made = [
+        tuple(_rollout(siblings, attempt) for attempt, siblings in enumerate(group.values()))
+        for group in groups.values()
+    ]
+    return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in made)
 
 
 def _rollout(siblings: list[Sample], attempt: int) -> Rollout:

@@ -5,30 +5,26 @@ every sample or for none.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dockyard.convert.sample import Sample
+from dockyard.convert.samples import Sample
 from dockyard.errors import DockyardError
 
 logger = logging.getLogger(__name__)
 
 
-class SlimeSamples:
-    """Collects the samples of one file."""
-
-    def __init__(self) -> None:
-        _torch()  # fail now, not after hours of conversion
-        self._samples: list[Sample] = []
-
-    def write(self, sample: Sample) -> None:
-        self._samples.append(sample)
-
-    def save(self, path: Path) -> None:
-        _torch().save({"rollout_id": 0, "samples": slime_rows(self._samples)}, path)
+@contextmanager
+def write_slime(path: Path) -> Generator[Callable[[Sample], None]]:
+    """Collect the samples of one file, and write it at the end."""
+    torch = _torch()  # fail now, not after hours of conversion
+    samples: list[Sample] = []
+    yield samples.append
+    torch.save({"rollout_id": 0, "samples": slime_rows(samples)}, path)
 
 
 def slime_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -24,19 +24,16 @@ from dockyard.types import IntArray, Prompt, Rollout, Segment, Turn
 
 def segments_of(conversation: Conversation, renderer: Renderer) -> tuple[Segment, ...]:
     """Segments with the model's messages marked, without logprobs. Raises `TemplateRejectionError`."""
-    return stitch_turns(_turns(with_one_system(conversation), renderer))
+    return stitch_turns(_turns(_with_one_system(conversation), renderer))
 
 
-def with_one_system(conversation: Conversation) -> Conversation:
+def _with_one_system(conversation: Conversation) -> Conversation:
     """The same conversation with one system message at most, at the start: templates accept no other."""
     messages = one_system(conversation.messages)
     num_gone = len(conversation.messages) - len(messages)
-    sampled = None if conversation.sampled is None else _moved(conversation.sampled, num_gone)
-    return replace(conversation, messages=messages, sampled=sampled, cut=_moved(conversation.cut, num_gone))
-
-
-def _moved(places: frozenset[int], num_gone: int) -> frozenset[int]:
-    return frozenset(place - num_gone for place in places)
+    sampled = frozenset(place - num_gone for place in conversation.replies)
+    cut = frozenset(place - num_gone for place in conversation.cut)
+    return replace(conversation, messages=messages, sampled=sampled, cut=cut)
 
 
 def _turns(conversation: Conversation, renderer: Renderer) -> Iterator[Turn]:
@@ -111,8 +108,10 @@ class Tokeniser:
         kept = found.rollout.segments or tuple(segment for history in turns for segment in stitch_turns(history))
         if not self.exact or not kept:
             return self._from_text(found)
-        expected = text or _text(found.conversations)
-        if self.renderer and (difference := tokenizer_mismatch(kept, expected, self.renderer)):
+        spoken = (message.text for conversation in found.conversations for message in conversation.messages)
+        expected = text or "\n".join(spoken)
+        ids = [segment.token_ids for segment in kept]
+        if self.renderer and (difference := tokenizer_mismatch(ids, expected, self.renderer)):
             return skip(found, "other_tokenizer", f"{difference}; `--text` renders the text instead")
         return _as_sampled(found, kept, sum(map(len, turns)))
 
@@ -155,22 +154,18 @@ def skip(found: Converted, why: str, detail: str) -> Converted:
     return replace(found, skipped=why, detail=detail, rollout=replace(found.rollout, segments=()))
 
 
-def tokenizer_mismatch(segments: Sequence[Segment], text: str, renderer: Renderer) -> str | None:
+def tokenizer_mismatch(sequences: Sequence[IntArray], text: str, renderer: Renderer) -> str | None:
     """Why the ids must come from another tokenizer; None if they can be from this one."""
-    highest = max(int(segment.token_ids.max(initial=0)) for segment in segments)
-    lowest = min(int(segment.token_ids.min(initial=0)) for segment in segments)
+    highest = max(int(ids.max(initial=0)) for ids in sequences)
+    lowest = min(int(ids.min(initial=0)) for ids in sequences)
     if highest >= renderer.max_ids or lowest < 0:
         return f"id {highest if lowest >= 0 else lowest} is not in this tokenizer's vocabulary"
     expected = set(_WORD.findall(text[:_MAX_TEXT]))
     if len(expected) < _ENOUGH_WORDS:
         return None
-    read = {word for segment in segments for word in _WORD.findall(renderer.text(segment.token_ids))}
+    read = {word for ids in sequences for word in _WORD.findall(renderer.text(ids))}
     share = len(expected & read) / len(expected)
     return None if share >= _MIN_SHARE else f"its decoded ids contain {share:.0%} of the words of the conversation"
-
-
-def _text(conversations: Sequence[Conversation]) -> str:
-    return "\n".join(message.text for conversation in conversations for message in conversation.messages)
 
 
 logger = logging.getLogger(__name__)

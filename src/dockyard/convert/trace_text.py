@@ -101,7 +101,10 @@ class HarborReader:
         rest, calls = _calls(text[thought.end() :] if thought else text)
         reasoning = thought[1] if thought else ""
         if self.agent.startswith(atif.NAME):
-            step = AtifStep(source="agent", message=rest, tool_calls=[_atif(call) for call in calls] or None)
+            atif_calls = [
+                AtifCall(tool_call_id=call.id, function_name=call.name, arguments=call.arguments) for call in calls
+            ]
+            step = AtifStep(source="agent", message=rest, tool_calls=atif_calls or None)
             whole = atif.reply_of(step, Agent(name=self.agent))
             if whole is not None:
                 self.notes.add("rebuilt_replies")
@@ -162,10 +165,6 @@ def _calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
         calls.append(ToolCall(f"{stem}_{len(calls)}", call["name"], call["arguments"]))
         text = text[: found.start()]
     return text, tuple(reversed(calls))
-
-
-def _atif(call: ToolCall) -> AtifCall:
-    return AtifCall(tool_call_id=call.id, function_name=call.name, arguments=call.arguments)
 
 
 def _json(text: str) -> Any:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dockyard.chat_format import chat_calls, parse_message
+from dockyard.chat_format import chat_message, parse_message
 from dockyard.convert.conversation import Conversation, Converted, group_name
 from dockyard.convert.sample_files import ParquetColumn, ParquetWriter, open_parquet, read_parquet, whole_file, writing
 from dockyard.convert.tokenize import Tokeniser, isolate_errors, skip
@@ -241,14 +241,8 @@ def _to_json(conversation: Conversation) -> Json:
         "tools": list(conversation.tools),
         "sampled": sorted(conversation.replies),
         "cut": sorted(conversation.cut),
-        "messages": [_message_json(message) for message in conversation.messages],
+        "messages": [chat_message(message) for message in conversation.messages],
     }
-
-
-def _message_json(message: Message) -> Json:
-    calls = chat_calls(message)
-    fields = {"reasoning_content": message.reasoning, "tool_calls": calls, "tool_call_id": message.call_id}
-    return {"role": message.role, "content": message.text, **{name: value for name, value in fields.items() if value}}
 
 
 def read_traces(path: Path) -> Iterator[Trace]:

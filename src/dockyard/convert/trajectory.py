@@ -12,7 +12,7 @@ from typing import Self
 from dockyard.convert import atif
 from dockyard.convert.atif import AtifStep, Content, Result, Trajectory, UnreadableError, read_trajectory, text_of
 from dockyard.convert.conversation import Conversation
-from dockyard.rollout.details import stored_turn
+from dockyard.rollout.job import stored_turn
 from dockyard.types import ASSISTANT, Json, Message, ToolCall, Turn
 
 _ASIDES = ("compaction", "branch_summary")
@@ -64,7 +64,9 @@ class HistoryBuilder:
         histories: list[History] = []
         for lane, steps in self._lanes().items():
             continued = before if before and not lane and not steps[0].is_copied_context else None
-            histories += self._build_lane(steps, continued or self._begin(lane), questions or {})
+            name = "/".join(part for part in (self._name, lane) if part)
+            fresh = History(tools=self._trajectory.tools(), name=name)
+            histories += self._build_lane(steps, continued or fresh, questions or {})
         return histories
 
     def _lanes(self) -> dict[str, list[AtifStep]]:
@@ -74,9 +76,6 @@ class HistoryBuilder:
             lane = str(step.extra_value("agent_id") or "sidechain") if step.extra_value("is_sidechain") else ""
             lanes.setdefault(lane, []).append(step)
         return lanes
-
-    def _begin(self, lane: str = "") -> History:
-        return History(tools=self._trajectory.tools(), name="/".join(part for part in (self._name, lane) if part))
 
     def _build_lane(
         self, steps: list[AtifStep], history: History, questions: dict[int, list[AtifStep]]
@@ -119,8 +118,7 @@ class HistoryBuilder:
             history.messages.append(message)
         else:
             self._notes.add("empty_replies")
-        answers = _answers(step.results, message.calls)
-        history.messages += answers
+        history.messages += _answers(step.results, message.calls)
 
     def _note_own(self, history: History, step: AtifStep) -> None:
         place, metrics = len(history.messages), step.metrics
@@ -212,7 +210,8 @@ def read_trajectory_text(*files: Path) -> TrajectoryText:
     notes = {note for reader in readers for note in reader.notes}
     if any(message.calls for history in own for message in history.messages if not history.tools):
         notes.add("no_tool_definitions")
-    if any(reader.agent in _SYSTEM_NOT_STORED for reader in readers) and not any(map(_has_system, own)):
+    has_system = any(message.role == "system" for history in own for message in history.messages)
+    if any(reader.agent in _SYSTEM_NOT_STORED for reader in readers) and not has_system:
         notes.add("no_system_prompt")
     return TrajectoryText(
         conversations=tuple(history.conversation() for history in own),
@@ -220,10 +219,6 @@ def read_trajectory_text(*files: Path) -> TrajectoryText:
         model=next((reader.model for reader in readers if reader.model), ""),
         notes=frozenset(notes),
     )
-
-
-def _has_system(history: History) -> bool:
-    return any(message.role == "system" for message in history.messages)
 
 
 def _without_repeats(histories: list[History]) -> list[History]:
@@ -314,6 +309,3 @@ class _Reader:
                 if questions := self._load(self._place(path)):
                     found[id(step)] = questions.steps
         return found
-
-
-__all__ = ["TRAJECTORY", "TrajectoryText", "UnreadableError", "read_trajectory_text"]

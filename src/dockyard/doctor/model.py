@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from dockyard.engine.model_dir import find_model
-from dockyard.gateway.render.renderer import CallFormat, Renderer, Rendering
+from dockyard.gateway.render.renderer import Renderer, Rendering
+from dockyard.gateway.render.splice import CallFormat
 from dockyard.gateway.render.template import (
     ChatTemplate,
     TemplateRejectionError,

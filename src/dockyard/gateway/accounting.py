@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from dockyard.gateway.protocol import OVERFLOW, ModelReply, RefusedError
@@ -84,7 +84,7 @@ class SessionAccounting:
         self._misuse: str | None = None
 
     def submit(self, answer: Callable[[int], Awaitable[ModelReply]]) -> asyncio.Task[ModelReply]:
-        """Start a call; `answer` is passed the call's number. Cancelling the task drops the call."""
+        """Start a call; `answer` is passed the call's number, from 0. Cancelling the task drops the call."""
         task = asyncio.create_task(self._admitted(answer))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
@@ -125,11 +125,12 @@ class SessionAccounting:
         if num_bytes > self._limits.max_stored_bytes:
             raise self._refuse("stored_bytes", self._limits.max_stored_bytes)
 
-    async def run_uncounted[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run work that is not a model call, such as counting tokens, under the same limits."""
+    @asynccontextmanager
+    async def uncounted(self) -> AsyncGenerator[None]:
+        """Wrap work that is not a model call, such as counting tokens. The same limits apply."""
         self._check_limits()
         async with self._concurrency:
-            return await work()
+            yield
 
     @contextmanager
     def engine_errors(self) -> Generator[None]:
@@ -186,7 +187,9 @@ class SessionAccounting:
         )
 
     async def _admitted(self, answer: Callable[[int], Awaitable[ModelReply]]) -> ModelReply:
-        number = self._admit()
+        self._check_limits()
+        number = self._num_calls
+        self._num_calls += 1
         try:
             async with asyncio.timeout(self._seconds_left()), self._concurrency:
                 return await answer(number)
@@ -194,12 +197,6 @@ class SessionAccounting:
             raise self._refuse("seconds", self._limits.max_seconds) from error
         finally:
             self._reserved.pop(number, None)
-
-    def _admit(self) -> int:
-        """Return the number of this call, from 0."""
-        self._check_limits()
-        self._num_calls += 1
-        return self._num_calls - 1
 
     def _check_limits(self) -> None:
         if self.closed:
@@ -221,9 +218,7 @@ class SessionAccounting:
 
     def _refuse(self, what: str, limit: float | None) -> RefusedError:
         self.count("refused")
-        self._limit = f"this session is limited to {limit} {_LIMIT_NAMES.get(what, what.replace('_', ' '))}"
+        unit = "waiting calls" if what == "waiting" else what.replace("_", " ")
+        self._limit = f"this session is limited to {limit} {unit}"
         # Not 429: clients would retry, and codex exits on it.
         return RefusedError(403, f"{what}_limit_reached", self._limit)
-
-
-_LIMIT_NAMES = {"waiting": "waiting calls"}

@@ -22,7 +22,7 @@ from dockyard.chat_format import exchange_json
 from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording, SessionLimits, unknown_key
 from dockyard.gateway.protocol import RefusedError, dump, openai_error, validate
-from dockyard.gateway.server import Gateway
+from dockyard.gateway.server import Gateway, Handler, add_route, refuse_other_routes
 from dockyard.gateway.sessions import Session
 from dockyard.types import Json, Segment
 
@@ -30,7 +30,6 @@ MAX_SESSIONS = 4096
 """Sessions open at the same time. A trainer that never closes its sessions gets an error before memory is full."""
 
 type Publish = Callable[[Path, int], Awaitable[None]]
-type _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Wire(BaseModel):
@@ -104,26 +103,26 @@ class Admin:
 
     async def _set_up(self) -> web.AppRunner:
         app = web.Application(middlewares=[self._guard])
-        app.router.add_post("/sessions", self._open_session)
-        app.router.add_post("/sessions/{id}/close", self._close_session)
-        app.router.add_post("/adapter", self._publish_adapter)
-        app.router.add_get("/stats", self._stats, allow_head=False)
+        add_route(app.router, "POST", "/sessions", self._open_session)
+        add_route(app.router, "POST", "/sessions/{id}/close", self._close_session)
+        add_route(app.router, "POST", "/adapter", self._publish_adapter)
+        add_route(app.router, "GET", "/stats", self._stats)
+        refuse_other_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5)
         await self._runner.setup()
         return self._runner
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the token first: without it every path gets the same answer, whether it exists or not."""
         try:
             self._check_token(request)
             return await handler(request)
-        except RefusedError as refused:
-            return _refusal(refused)
-        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-            return _refusal(RefusedError(404, "not_found", "no such route"))
+        except RefusedError as error:
+            refused = error
         except web.HTTPRequestEntityTooLarge:
-            return _refusal(RefusedError(413, "body_too_large", "the body is too large"))
+            refused = RefusedError(413, "body_too_large", "the body is too large")
+        return web.json_response(openai_error(refused), status=refused.status)
 
     def _check_token(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -194,10 +193,6 @@ async def _read(request: web.Request) -> object:
 
 def _holds_adapter(folder: Path) -> bool:
     return os.path.isfile(folder / "adapter_config.json")  # Path.is_file raises on a name that is too long
-
-
-def _refusal(refused: RefusedError) -> web.Response:
-    return web.json_response(openai_error(refused), status=refused.status)
 
 
 def recording_json(recording: Recording) -> Json:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Self, TypeGuard, cast
+from typing import cast
 
 from dockyard.gateway.origin import CallOrigins
 from dockyard.gateway.token_tree import RecordedCall, Stitched, TokenTree
@@ -72,10 +72,6 @@ class _HistoryTree:
     tools: tuple[Json, ...]
     root: _Node
     defaults: ToolDefaults
-
-    @classmethod
-    def of(cls, tools: tuple[Json, ...]) -> Self:
-        return cls(tools, _Node(None), tool_defaults(tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +141,9 @@ class SessionHistory:
         call, num_shared = self._tokens.record(turn)
         self.num_held += call.prompt_len - num_shared + len(turn.sampled_ids) + _IDS_PER_CALL
         self._count(plan, branch, turn, 0 if is_first else call.prompt_len - num_shared)
-        tree = self._keep_tree(plan.prompt.tools)
+        tree = self._find_tree(plan.prompt.tools)
+        if tree not in self._trees:
+            self._trees.append(tree)
         node = plan.node or tree.root
         for new in plan.new:
             node = self._context_child(node, new, tree.defaults)
@@ -155,13 +153,9 @@ class SessionHistory:
         self._origins.add(plan.prompt, tree.tools, message)
         return call
 
-    def mark_undelivered(self, number: int) -> None:
-        """The agent disconnected before it received this turn. It is trained only if a later call continues it."""
-        self._tokens.calls[number].delivered = False
-
-    def mark_delivered(self, number: int) -> None:
-        """The agent received the turn after all, on a retry."""
-        self._tokens.calls[number].delivered = True
+    def mark_delivered(self, number: int, delivered: bool) -> None:
+        """Record whether the agent received this turn. If not, it is trained only if a later call continues it."""
+        self._tokens.calls[number].delivered = delivered
 
     def stitch(self) -> tuple[Stitched, dict[str, int]]:
         """Return the segments and the statistics."""
@@ -180,13 +174,8 @@ class SessionHistory:
         return stitched, dict(self._stats) | counts
 
     def _find_tree(self, tools: tuple[Json, ...]) -> _HistoryTree:
-        return next((tree for tree in self._trees if tree.tools == tools), None) or _HistoryTree.of(tools)
-
-    def _keep_tree(self, tools: tuple[Json, ...]) -> _HistoryTree:
-        tree = self._find_tree(tools)
-        if tree not in self._trees:
-            self._trees.append(tree)
-        return tree
+        known = next((tree for tree in self._trees if tree.tools == tools), None)
+        return known or _HistoryTree(tools, _Node(None), tool_defaults(tools))
 
     def _branch(self, tree: _HistoryTree, level: list[_Node], rest: Sequence[Message], first: Message) -> Branch | None:
         """Name what the agent changed: the nodes in `level` match its history, the first message of `rest` does not."""
@@ -276,11 +265,9 @@ def tool_defaults(tools: Sequence[Json]) -> ToolDefaults:
 def _schema_defaults(parameters: object) -> Json:
     properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
     schemas = cast("Json", properties) if isinstance(properties, dict) else {}
-    return {name: schema["default"] for name, schema in schemas.items() if _has_default(schema)}
-
-
-def _has_default(schema: object) -> TypeGuard[Json]:
-    return isinstance(schema, dict) and "default" in schema
+    return {
+        name: schema["default"] for name, schema in schemas.items() if isinstance(schema, dict) and "default" in schema
+    }
 
 
 def _absent_or_same(recorded: str, sent: str) -> bool:

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Protocol, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dockyard.types import Finish, FloatArray, IntArray, Json, Message, Prompt
+from dockyard.gateway.token_tree import RecordedCall
+from dockyard.types import Json, Message, Prompt, Turn
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +63,14 @@ class ClientSamplingReader:
         wire = validate(_SamplingBody, body)
         for name, value in cast("Json", body).items():
             ignored = UNSUPPORTED_PARAMETERS.get(name)
-            if ignored is not None and value is not None and value not in ignored:
-                self._warn(name, value)
+            if ignored is None or value is None or value in ignored or name in self._warned:
+                continue
+            self._warned.add(name)
+            log.warning("a client sent `%s` %.60r, which is not supported and has no effect (shown once)", name, value)
         temperature = wire.temperature
         if temperature is not None and temperature < _GREEDY_BELOW:
             temperature = 0.0
         return ClientSampling(temperature=temperature, seed=None if wire.seed is None else wire.seed % 2**63)
-
-    def _warn(self, name: str, value: object) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            log.warning("a client sent `%s` %.60r, which is not supported and has no effect (shown once)", name, value)
 
 
 class RefusedError(Exception):
@@ -89,26 +87,13 @@ OVERFLOW = "context_length_exceeded"
 """The error code of a prompt that does not fit the context."""
 
 
-class SampledTurn(Protocol):
-    """A `Turn`, or the session's record of one."""
-
-    @property
-    def prompt_ids(self) -> IntArray: ...
-    @property
-    def sampled_ids(self) -> IntArray: ...
-    @property
-    def logprobs(self) -> FloatArray | None: ...
-    @property
-    def finish(self) -> Finish: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReply:
     """The reply to a finished model call, recorded and ready to be sent."""
 
     number: int
     """The index of the call in its session's record."""
-    turn: SampledTurn
+    turn: Turn | RecordedCall
     message: Message
     """The parsed reply."""
     usage: tuple[int, int] | None = None
@@ -187,13 +172,28 @@ def validate[T: BaseModel](kind: type[T], body: object) -> T:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        invalid(f"`{place}`: {problem['msg']}" if place else problem["msg"])
+        invalid(first_problem(error))
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first invalid field of a validation error, and what is wrong with it."""
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"]))
+    return f"`{place}`: {problem['msg']}" if place else problem["msg"]
 
 
 def invalid(message: str) -> NoReturn:
     raise RefusedError(400, "invalid_request", message)
+
+
+def text_part(content: object) -> object:
+    """A list with one text part for a string: agents send the same text in either form."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def asks_for_structure(response_format: Json | None) -> bool:
+    """Whether an OpenAI request asks for structured output."""
+    return response_format is not None and response_format.get("type") not in (None, "text")
 
 
 def openai_error(refused: RefusedError) -> Json:
@@ -210,12 +210,11 @@ def one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     num_opening = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
     opening = "\n\n".join(message.text for message in messages[:num_opening])
     head = [Message("system", opening)] if num_opening else []
-    return (*head, *map(_as_reminder, messages[num_opening:]))
+    later = messages[num_opening:]
+    return (*head, *(_as_reminder(message) if message.role == "system" else message for message in later))
 
 
 def _as_reminder(message: Message) -> Message:
-    if message.role != "system":
-        return message
     return Message("user", f"<system-reminder>\n{message.text}\n</system-reminder>")
 
 

@@ -68,31 +68,26 @@ class RecentCalls:
         except BaseException:
             call.num_waiting -= 1
             raise
-        else:
-            call.num_waiting -= 1
-            self._delivered(call)
+        call.num_waiting -= 1
+        self._mark(call, delivered=True)
 
     def close(self) -> None:
         """Mark replies as undelivered that no connection waits for. Call it when the session ends."""
         for call in self._calls.values():
             if call.num_waiting == 0 and call.task.done():
-                self._mark_lost(call)
+                self._mark(call, delivered=False)
 
     def _disconnected(self, call: PendingCall) -> None:
         if call.task.done():
-            self._mark_lost(call)
+            self._mark(call, delivered=False)
         elif call.num_waiting == 0:
             asyncio.get_running_loop().call_later(self._grace_s, self._abandon, call)
 
     def _abandon(self, call: PendingCall) -> None:
         if call.num_waiting == 0 and not call.task.cancel():
-            self._mark_lost(call)
+            self._mark(call, delivered=False)
 
-    def _mark_lost(self, call: PendingCall) -> None:
+    def _mark(self, call: PendingCall, *, delivered: bool) -> None:
         if not call.failed and not call.delivered:
-            self._mark_delivered(call.task.result(), False)
-
-    def _delivered(self, call: PendingCall) -> None:
-        if not call.failed and not call.delivered:
-            call.delivered = True
-            self._mark_delivered(call.task.result(), True)
+            call.delivered = delivered
+            self._mark_delivered(call.task.result(), delivered)

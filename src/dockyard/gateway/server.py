@@ -4,10 +4,12 @@ A key gives access to the model routes of one session only. No route lists, read
 """
 
 import asyncio
+import json
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -29,10 +31,12 @@ from dockyard.gateway.protocol import (
     RefusedError,
     openai_error,
 )
-from dockyard.gateway.request_body import BODY_LIMIT, parse_body, read_body
 from dockyard.gateway.retries import PendingCall, RecentCalls
 from dockyard.gateway.sessions import Sampling, Session, SessionFactory
 from dockyard.types import Json
+
+BODY_LIMIT = 16 * 2**20
+"""The largest body of a request, in bytes."""
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 type ReadSampling = Callable[[object], ClientSampling]
@@ -93,7 +97,7 @@ class Gateway:
         app = web.Application(client_max_size=BODY_LIMIT)
         for prefix in ("", "/s/{label}"):
             self._add_routes(app.router, prefix)
-        app.router.add_route("*", "/{other:.*}", _no_such_route, expect_handler=_meet_expectations)
+        refuse_other_routes(app.router)
         # Without handler_cancellation a call would continue to sample for an agent that has disconnected.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=5, logger=_http_log()
@@ -129,7 +133,7 @@ class Gateway:
         Without `read_sampling` the sampling parameters of requests are ignored.
         """
         calls = RecentCalls(session.mark_delivered, self._timeouts.retry_grace_s)
-        client = _Client(session, calls, read_sampling or _ignore_sampling)
+        client = _Client(session, calls, read_sampling or (lambda _: NO_CLIENT_SAMPLING))
         self._clients[_digest(session.key)] = client
         if for_any_key:
             self._default_client = client
@@ -150,7 +154,7 @@ class Gateway:
 
     def _add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         served = AdvertisedModel(self._model_name, self._sessions.token_text)
-        add = partial(router.add_route, expect_handler=_meet_expectations)
+        add = partial(add_route, router)
         for route in ROUTES:
             serve = _count_tokens if route.counts_tokens else self._sample
             add("POST", prefix + route.path, self._handler(route.dialect(served), serve))
@@ -174,12 +178,15 @@ class Gateway:
         return handle
 
     async def _parse(self, request: web.Request, client: _Client, dialect: Dialect) -> "_ParsedCall":
-        raw = await read_body(request, self._timeouts.transfer_s)
-        with _counted_cpu(client.session):
-            body = parse_body(raw)
+        raw = await _read_body(request, self._timeouts.transfer_s)
+        started = time.thread_time()
+        try:
+            body = _parse_body(raw)
             self._check_model(body, client.session)
             head = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
             return _ParsedCall(dialect.parse(body), sha256(head + raw).digest(), client.read_sampling(body))
+        finally:
+            client.session.count("cpu_us", round((time.thread_time() - started) * 1e6))
 
     def _check_model(self, body: object, session: Session) -> None:
         """Refuse requests for another model: the policy would be trained on replies that were not meant for it."""
@@ -234,10 +241,9 @@ class Gateway:
     async def _send_body(self, request: web.Request, asked: ModelRequest, call: PendingCall) -> web.StreamResponse:
         await asyncio.wait({call.task})
         response = web.json_response(asked.body(_outcome(call)))
-        with _timeout_as_disconnect():
-            async with asyncio.timeout(self._timeouts.transfer_s):
-                await response.prepare(request)
-                await response.write_eof()
+        async with _reading_within(self._timeouts.transfer_s):
+            await response.prepare(request)
+            await response.write_eof()
         return response
 
     async def _send_stream(self, request: web.Request, asked: ModelRequest, call: PendingCall) -> web.StreamResponse:
@@ -257,10 +263,9 @@ class Gateway:
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        with _timeout_as_disconnect():
-            async with asyncio.timeout(self._timeouts.transfer_s):
-                await response.prepare(request)
-                await response.write(data)
+        async with _reading_within(self._timeouts.transfer_s):
+            await response.prepare(request)
+            await response.write(data)
 
 
 type Serve = Callable[[web.Request, _Client, _ParsedCall], Awaitable[web.StreamResponse]]
@@ -282,20 +287,12 @@ async def _hello(_: web.Request) -> web.Response:
     return web.json_response({})
 
 
-@contextmanager
-def _counted_cpu(session: Session) -> Generator[None, None, None]:
-    started = time.thread_time()
+@asynccontextmanager
+async def _reading_within(seconds: float) -> AsyncGenerator[None]:
+    """Treat a client that does not read its response in time as disconnected."""
     try:
-        yield
-    finally:
-        session.count("cpu_us", round((time.thread_time() - started) * 1e6))
-
-
-@contextmanager
-def _timeout_as_disconnect() -> Generator[None, None, None]:
-    """Treat a client that does not read its response as disconnected."""
-    try:
-        yield
+        async with asyncio.timeout(seconds):
+            yield
     except TimeoutError as error:
         raise ConnectionResetError("the client does not read its response") from error
 
@@ -311,17 +308,31 @@ def _outcome(call: PendingCall) -> ModelReply:
     return call.task.result()
 
 
-def _ignore_sampling(_: object) -> ClientSampling:
-    return NO_CLIENT_SAMPLING
-
-
 def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 
+def refuse_other_routes(router: web.UrlDispatcher) -> None:
+    """Answer 404 to every method and target that has no route. Call it after the routes are added."""
+    every = _EveryTarget("/{other}")
+    every.add_route("*", _no_such_route, expect_handler=_meet_expectations)
+    router.register_resource(every)
+
+
+class _EveryTarget(web.DynamicResource):
+    """Matches every target, also one that is not a path, such as `*`."""
+
+    def _match(self, path: str) -> dict[str, str]:
+        return {}
+
+
 async def _no_such_route(_: web.Request) -> web.Response:
-    """Answer 404 to every path and method that is not a model route."""
     return web.json_response(openai_error(RefusedError(404, "not_found", "no such route")), status=404)
+
+
+def add_route(router: web.UrlDispatcher, method: str, path: str, handler: Handler) -> None:
+    """Add a route that no request header can make fail."""
+    router.add_route(method, path, handler, expect_handler=_meet_expectations)
 
 
 async def _meet_expectations(request: web.Request) -> None:
@@ -329,6 +340,38 @@ async def _meet_expectations(request: web.Request) -> None:
     if request.headers["Expect"].lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response itself has not begun
+
+
+async def _read_body(request: web.Request, timeout_s: float) -> bytearray:
+    """Read the whole body. Raises `RefusedError` if it is too large, incomplete or too slow."""
+    body = bytearray()
+    too_large = RefusedError(413, "body_too_large", f"the body is larger than {BODY_LIMIT} bytes")
+    if (request.content_length or 0) > BODY_LIMIT:
+        raise too_large
+    try:
+        async with asyncio.timeout(timeout_s):
+            # Not `request.read()`, which keeps the body in memory until the connection's next request.
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > BODY_LIMIT:
+                    raise too_large
+    except TimeoutError as error:
+        raise RefusedError(408, "timeout", "the body did not arrive in time") from error
+    except web.RequestPayloadError as error:
+        raise RefusedError(400, "invalid_request", f"the body cannot be read: {error}") from error
+    return body
+
+
+def _parse_body(raw: bytearray) -> object:
+    """Parse a body. Half a surrogate pair, which agents send for bytes that are not text, becomes a question mark."""
+    text = raw.decode(errors="replace")
+    try:
+        value = json.loads(text)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, "invalid_request", f"the body is not JSON: {error}") from error
+    return value
 
 
 def _http_log() -> logging.Logger:

@@ -130,12 +130,12 @@ class TokenSession:
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """The length of the prompt in tokens. Nothing is recorded."""
-        plan = self._history.plan
-        _, prompt_ids = await self._accounting.run_uncounted(lambda: self._rendered(plan(prompt), prompt))
+        async with self._accounting.uncounted():
+            _, prompt_ids = await self._rendered(self._history.plan(prompt), prompt)
         return len(prompt_ids)
 
     def mark_delivered(self, reply: ModelReply, delivered: bool) -> None:
-        (self._history.mark_delivered if delivered else self._history.mark_undelivered)(reply.number)
+        self._history.mark_delivered(reply.number, delivered)
 
     def note_misuse(self, refused: RefusedError) -> None:
         self._accounting.note_misuse(refused)
@@ -220,16 +220,15 @@ class TokenSession:
             result = await self.engine.generate(request)
         if isinstance(result, ContextOverflow):
             raise self._overflow(result.prompt_tokens, result.context_length)
-        lengths = len(result.token_ids), len(result.logprobs), len(result.versions)
-        if len(set(lengths)) > 1:
-            raise self._accounting.engine_failed("{} ids came with {} logprobs and {} versions".format(*lengths))
         if problem := self._implausible(result):
             raise self._accounting.engine_failed(problem)
         return result
 
     def _implausible(self, result: Generation) -> str | None:
         """Why no engine that samples this model can have returned this; None if it can."""
-        ids, logprobs = result.token_ids, result.logprobs
+        ids, logprobs, versions = result.token_ids, result.logprobs, result.versions
+        if not len(ids) == len(logprobs) == len(versions):
+            return f"{len(ids)} ids came with {len(logprobs)} logprobs and {len(versions)} versions"
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.renderer.max_ids:
             return f"it sampled ids from {ids.min()} to {ids.max()}; the tokenizer has {self.renderer.max_ids} ids"
         if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():

@@ -15,7 +15,7 @@ from hashlib import sha256
 from dockyard.gateway.accounting import Recording, unknown_key
 from dockyard.gateway.protocol import NO_CLIENT_SAMPLING, ClientSampling, ModelReply, RefusedError, dump
 from dockyard.gateway.sessions import Session
-from dockyard.types import Json, Message, Prompt
+from dockyard.types import Prompt
 
 MAX_HELD = 8_000_000
 """Tokens kept in memory, at about 25 bytes each."""
@@ -104,9 +104,6 @@ class SharedSession:
 
 def _opening(prompt: Prompt) -> bytes:
     """A digest of what two histories must share to have a sampled turn in common."""
-    first = [_identity(message) for message in prompt.messages[: 1 if prompt.messages[0].role != "system" else 2]]
+    opening = prompt.messages[: 1 if prompt.messages[0].role != "system" else 2]
+    first = [(message.role, message.text, message.call_id) for message in opening]
     return sha256(dump([prompt.tools, first])).digest()
-
-
-def _identity(message: Message) -> Json:
-    return {"role": message.role, "text": message.text, "id": message.call_id}

@@ -1,7 +1,8 @@
 """Sessions on an endpoint that returns no token ids: text in, text out, recorded as text.
 
 Such a rollout cannot be trained on token by token as it was sampled. The agent sees no difference: it uses its own
-dialect, and the endpoint's tool-call ids are passed on.
+dialect. Some endpoints recognise a history by its messages, and would start a new one if an agent trims a turn or
+rewrites its arguments. `EndpointEcho` sends such an endpoint its own earlier turns back word for word.
 """
 
 import asyncio
@@ -12,19 +13,124 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from pydantic import BaseModel, Field
 
-from dockyard.chat_format import chat_message
+from dockyard.chat_format import chat_message, replace_surrogates, strict_object
 from dockyard.engine.protocol import Engine
 from dockyard.gateway.accounting import Recording, SessionAccounting, SessionLimits
-from dockyard.gateway.echo import EndpointEcho
-from dockyard.gateway.endpoint_answer import EndpointAnswer, reply_message
+from dockyard.gateway.matching import ToolDefaults, same_message, tool_defaults
 from dockyard.gateway.protocol import NO_CLIENT_SAMPLING, ClientSampling, ModelReply, RefusedError, dump
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.sessions import Sampling, SessionFactory, TokenSessions, turn_seed
-from dockyard.types import Exchange, Finish, Json, Message, Prompt, Turn
+from dockyard.types import ASSISTANT, Exchange, Finish, Json, Message, Prompt, ToolCall, Turn
 
 _BYTES_PER_TOKEN = 4
 _OVERFLOW = re.compile(r"context.?length|context.?window|prompt is too long|too many tokens", re.IGNORECASE)
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | Json | None = None
+
+
+class _Call(BaseModel):
+    id: str | None = None
+    function: _Function
+
+
+class _Part(BaseModel):
+    text: str | None = None
+
+
+class _ReplyMessage(BaseModel):
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(BaseModel):
+    message: Json
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+def _reply_message(wire: Json) -> Message:
+    """Parse the endpoint's message. A call whose arguments are not valid JSON becomes text: agents crash on it."""
+    reply = _ReplyMessage.model_validate(wire)
+    calls: list[ToolCall] = []
+    content = reply.content or ""
+    texts = [content if isinstance(content, str) else "\n".join(part.text or "" for part in content)]
+    for call in reply.tool_calls or ():
+        name, arguments = call.function.name, strict_object(call.function.arguments or "{}")
+        if arguments is None:
+            texts.append(f"<tool_call>\n{name}: {call.function.arguments}\n</tool_call>")
+        else:
+            calls.append(ToolCall(call.id or _new_call_id(), replace_surrogates(name), arguments))
+    reasoning = reply.reasoning_content or reply.reasoning or ""
+    text = "\n".join(text for text in texts if text)
+    return Message(ASSISTANT, replace_surrogates(text), replace_surrogates(reasoning), tuple(calls))
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlierTurn:
+    sent: list[Json]
+    """The messages that it answers."""
+    wire: Json
+    """The reply as the endpoint wrote it."""
+    message: Message
+    """The reply as the agent received it."""
+
+
+class EndpointEcho:
+    """The turns of one session as its endpoint wrote them."""
+
+    def __init__(self) -> None:
+        self._turns: list[_EarlierTurn] = []
+        self._endpoint_ids: dict[str, str] = {}
+        """Maps the call ids that the agent has to those of the endpoint."""
+
+    def restore(self, prompt: Prompt) -> list[Json]:
+        """Convert the prompt's messages, with each turn that the agent still has as the endpoint wrote it."""
+        defaults = tool_defaults(prompt.tools)
+        restored: list[Json] = []
+        for message in prompt.messages:
+            wire = self._find(restored, message, defaults)
+            restored.append(chat_message(self._with_endpoint_ids(message)) if wire is None else wire)
+        return restored
+
+    def record(self, sent: list[Json], wire: Json) -> Message:
+        """Remember an answer, and return it with new call ids: agents expect ids to be unique in a session."""
+        message = _reply_message(wire)
+        calls = tuple(replace(call, id=_new_call_id()) for call in message.calls)
+        self._endpoint_ids |= {ours.id: theirs.id for ours, theirs in zip(calls, message.calls, strict=True)}
+        message = replace(message, calls=calls)
+        self._turns.append(_EarlierTurn(sent, wire, message))
+        return message
+
+    def _find(self, restored: list[Json], message: Message, defaults: ToolDefaults) -> Json | None:
+        if message.role != ASSISTANT:
+            return None
+        same = (turn for turn in reversed(self._turns) if same_message(turn.message, message, defaults))
+        return next((turn.wire for turn in same if turn.sent == restored), None)
+
+    def _with_endpoint_ids(self, message: Message) -> Message:
+        ids = self._endpoint_ids
+        calls = tuple(replace(call, id=ids.get(call.id, call.id)) for call in message.calls)
+        return replace(message, calls=calls, call_id=ids.get(message.call_id, message.call_id))
 
 
 @runtime_checkable
@@ -96,10 +202,8 @@ class TextSession:
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """Estimate the length of the prompt as a quarter of its bytes: the endpoint's tokenizer is not known."""
-        return await self._accounting.run_uncounted(lambda: self._estimated(prompt))
-
-    async def _estimated(self, prompt: Prompt) -> int:
-        return max(1, len(dump([_chat_messages(prompt.messages), prompt.tools])) // _BYTES_PER_TOKEN)
+        async with self._accounting.uncounted():
+            return _estimated_prompt(prompt)
 
     def mark_delivered(self, reply: ModelReply, delivered: bool) -> None:
         self._exchanges[reply.number] = replace(self._exchanges[reply.number], delivered=delivered)
@@ -121,31 +225,26 @@ class TextSession:
     async def _answer(
         self, number: int, prompt: Prompt, max_tokens: int | None, requested: ClientSampling
     ) -> ModelReply:
-        body = self._body(prompt)
+        messages = self.echo.restore(prompt) if self.echo else _chat_messages(prompt.messages)
+        body: Json = {"messages": messages, **({"tools": list(prompt.tools)} if prompt.tools else {})}
         body["temperature"] = self.sampling.temperature if requested.temperature is None else requested.temperature
         body["seed"] = turn_seed(self.sampling.seed, number) if requested.seed is None else requested.seed
         limit = self._accounting.max_new_tokens(number, self.sampling.max_new_tokens, max_tokens)
         with self._accounting.engine_errors():
-            answer = EndpointAnswer.model_validate(await self._chat(body, limit))
-            wire, finish = answer.choices[0].message, answer.choices[0].finish
-            message = self.echo.record(body["messages"], wire) if self.echo else reply_message(wire)
-        usage = answer.usage.tokens if answer.usage else (await self._estimated(prompt), _estimated_tokens(message))
-        self._accounting.note_answer(usage[1])
-        self._record(prompt, message, finish, usage)
-        number = len(self._exchanges) - 1
-        return ModelReply(number=number, turn=_empty_turn(finish), message=message, usage=usage)
-
-    def _record(self, prompt: Prompt, reply: Message, finish: Finish, usage: tuple[int, int]) -> None:
-        num_prompt, num_sampled = usage
-        shared = self._with_shared_messages(prompt)
-        self._exchanges.append(
-            Exchange(prompt=shared, reply=reply, finish=finish, num_prompt=num_prompt, num_sampled=num_sampled)
+            answer = _Answer.model_validate(await self._chat(body, limit))
+            wire = answer.choices[0].message
+            message = self.echo.record(messages, wire) if self.echo else _reply_message(wire)
+        used = answer.usage
+        exchange = Exchange(
+            prompt=self._with_shared_messages(prompt),
+            reply=message,
+            finish=Finish.LENGTH if answer.choices[0].finish_reason == "length" else Finish.STOP,
+            num_prompt=used.prompt_tokens if used else _estimated_prompt(prompt),
+            num_sampled=used.completion_tokens if used else _estimated_reply(message),
         )
-
-    def _body(self, prompt: Prompt) -> Json:
-        messages = self.echo.restore(prompt) if self.echo else _chat_messages(prompt.messages)
-        tools: Json = {"tools": list(prompt.tools)} if prompt.tools else {}
-        return {"messages": messages, **tools}
+        self._accounting.note_answer(exchange.num_sampled)
+        self._exchanges.append(exchange)
+        return _model_reply(len(self._exchanges) - 1, exchange)
 
     async def _chat(self, body: Json, limit: int | None) -> Json:
         """Send the request. The endpoint's message for an overflow becomes ours, so that agents know to compact."""
@@ -171,12 +270,18 @@ class TextSession:
         return replace(prompt, messages=known + prompt.messages[len(known) :], tools=tools)
 
 
-def _empty_turn(finish: Finish) -> Turn:
-    ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
-    return Turn(prompt_ids=ids, sampled_ids=ids, logprobs=logprobs, versions=ids, finish=finish)
+def _model_reply(number: int, exchange: Exchange) -> ModelReply:
+    none, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+    turn = Turn(prompt_ids=none, sampled_ids=none, logprobs=logprobs, versions=none, finish=exchange.finish)
+    usage = exchange.num_prompt, exchange.num_sampled
+    return ModelReply(number=number, turn=turn, message=exchange.reply, usage=usage)
 
 
-def _estimated_tokens(message: Message) -> int:
+def _estimated_prompt(prompt: Prompt) -> int:
+    return max(1, len(dump([_chat_messages(prompt.messages), prompt.tools])) // _BYTES_PER_TOKEN)
+
+
+def _estimated_reply(message: Message) -> int:
     calls = "".join(call.name + call.arguments_json() for call in message.calls)
     return max(1, len((message.reasoning + message.text + calls).encode()) // _BYTES_PER_TOKEN)
 

@@ -16,7 +16,8 @@ import numpy as np
 from dockyard.config import GRPOConfig
 from dockyard.errors import DockyardError
 from dockyard.extension import failed_call, load_function
-from dockyard.gateway.render.renderer import CallFormat, Renderer
+from dockyard.gateway.render.renderer import Renderer
+from dockyard.gateway.render.splice import CallFormat
 from dockyard.rollout.order import Attempt
 from dockyard.types import Exchange, IntArray, Json, Message, Rollout, Segment, ToolCall
 

@@ -1,8 +1,8 @@
-"""Decide who is to blame for a failed rollout: the table of causes, and how a cause is found.
+"""Decide whether the policy is to blame for a failed rollout: the table of causes, and how a cause is found.
 
-What the policy cannot have caused is retried, then dropped. What it can have caused keeps its verified reward, or 0: a
-policy that learns to break its sandbox, or to hang its tests, must not profit. Harbor records exceptions by type name,
-so the types that environments raise are defined here.
+A failure that the policy cannot have caused is retried, then dropped. One that it can have caused keeps its verified
+reward, or 0: a policy that learns to break its sandbox, or to hang its tests, must not profit. Harbor records
+exceptions by type name, so the types that environments raise are defined here.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ class DockerUnreachableError(Exception):
 
 
 class ImageMissingError(Exception):
-    """A task's image is neither here nor to be had."""
+    """A task's image does not exist locally and cannot be pulled."""
 
 
 class SealError(Exception):
-    """What the agent did to its environment keeps it from being graded safely."""
+    """The agent changed its environment so that it cannot be graded safely."""
 
 
 class Guilt(StrEnum):
@@ -35,18 +35,18 @@ class Guilt(StrEnum):
 
     NEVER = "never"
     AFTER_CALL = "after its first call"
-    """Before it, nothing that the policy did can have mattered."""
+    """A failure before the first call cannot depend on the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One row: a word for what happened, and the exception types, as Harbor or we name them, that say so."""
+    """One row of the table: the name of a cause, and the exception types of Harbor or Dockyard that indicate it."""
 
     name: str
     exceptions: tuple[str, ...] = ()
     guilt: Guilt = Guilt.AFTER_CALL
     retried: bool = True
-    """Where the policy is not to blame: whether trying again can help."""
+    """If the policy is not to blame: whether a retry can help."""
 
 
 CAUSES = (
@@ -57,7 +57,7 @@ CAUSES = (
     Cause(name="environment_died", exceptions=("SandboxDiedError",)),
     Cause(name="docker_unreachable", exceptions=("DockerUnreachableError",), guilt=Guilt.NEVER),
     Cause(name="out_of_memory", exceptions=("MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError")),
-    # No space, no file descriptors, a failing disk: environments have errors of their own.
+    # The host has no disk space, no file descriptors, or a failing disk. Environments raise their own errors.
     Cause(name="host_error", exceptions=("OSError", "MemoryError", "BlockingIOError"), guilt=Guilt.NEVER),
     Cause(name="agent_missing", exceptions=("AgentMissingError",), guilt=Guilt.NEVER, retried=False),
     Cause(name="agent_setup_timeout", exceptions=("AgentSetupTimeoutError",), guilt=Guilt.NEVER),
@@ -102,28 +102,28 @@ _LONG_OUTAGE_S = 1.0
 
 
 def failure_of(exception: str, message: str, recording: Recording, *, must_ask: bool = False) -> Failure | None:
-    """What went wrong, None when nothing did. `exception` is the type's name, empty when none was raised.
+    """Return the failure of a rollout, or None. `exception` is the type's name, empty if none was raised.
 
-    `must_ask`: this agent can do nothing without its model, so one that ended well without asking it never began.
+    `must_ask`: this agent cannot work without its model, so one that ended without an error and a call never started.
     """
     if recording.engine_failure is not None:
         return _failure("engine_failed", recording.engine_failure, recording)
     if failure := _misconfigured(recording):
         return failure
     if not exception and must_ask and not recording.calls:
-        return _failure("no_model_call", "the agent ended without having asked its model", recording)
+        return _failure("no_model_call", "the agent ended without a model call", recording)
     if not exception:
         return _unfinished(recording)
     other = "agent_error" if recording.calls else "setup_error"
     cause = BY_EXCEPTION.get(exception, BY_NAME[other]).name
     if cause in _OUT_OF_TIME and recording.engine_down_s >= _LONG_OUTAGE_S:
-        message = f"the engine was out of reach for {recording.engine_down_s:.0f} s of it; {exception}: {message}"
+        message = f"the engine was unreachable for {recording.engine_down_s:.0f} s of it; {exception}: {message}"
         return _failure("engine_down", message, recording)
     return _failure(cause, f"{exception}: {message}", recording)
 
 
 def _misconfigured(recording: Recording) -> Failure | None:
-    """A policy that never got to say anything is not to blame for the settings."""
+    """Return the failure of a rollout whose calls were all refused because of the settings."""
     if recording.answered:
         return None
     for cause, refusal in (("wrong_model", recording.misuse), ("context_too_small", recording.overflow)):
@@ -133,7 +133,7 @@ def _misconfigured(recording: Recording) -> Failure | None:
 
 
 def _unfinished(recording: Recording) -> Failure | None:
-    """An agent that gave up without an error because its calls were refused."""
+    """Return the failure of an agent that stopped without an error because its calls were refused."""
     for cause, refusal in (("context_overflow", recording.overflow), ("model_limit", recording.limit)):
         if refusal:
             return _failure(cause, refusal, recording)
@@ -146,15 +146,15 @@ def _failure(cause: str, message: str, recording: Recording) -> Failure:
 
 
 def is_worth_retrying(failure: Failure | None) -> bool:
-    """Whether the same attempt may go better."""
+    """Whether the same attempt may succeed if it is retried."""
     return failure is not None and failure.blame is Blame.INFRASTRUCTURE and BY_NAME[failure.cause].retried
 
 
 def failure_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """The number of failed rollouts by cause."""
+    """Return the number of failed rollouts by cause."""
     return dict(Counter(rollout.failure.cause for rollout in rollouts if rollout.failure))
 
 
 def causes_text(counts: Mapping[str, int]) -> str:
-    """Failures by cause as a short text."""
+    """Return the failures by cause as a short text."""
     return ", ".join(f"{cause} {count}" for cause, count in sorted(counts.items())) or "none"

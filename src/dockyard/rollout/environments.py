@@ -1,8 +1,10 @@
-"""A run's environments: checked before anything starts, opened once, with a way from them to the gateway.
+"""A run's environments: checked before anything starts, opened once, and connected to the gateway.
 
-A remote environment reaches the gateway through a tunnel: a command of the user's that prints a URL and runs until it
-is stopped. Such commands print other URLs too, so the tunnel's URL is the one at which the gateway answers.
+A remote environment reaches the gateway through a tunnel: a command of the user that prints a URL and runs until it is
+stopped. Such commands print other URLs too, so the tunnel's URL is the one at which the gateway answers.
 """
+
+# pyright: reportMissingTypeStubs=false
 
 import asyncio
 import contextlib
@@ -11,7 +13,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -30,12 +32,34 @@ from dockyard.process import ends_with
 from dockyard.rollout import sandbox
 from dockyard.rollout.sandbox.check import choose_mechanism
 from dockyard.rollout.sandbox.client import LANDLOCK
-from dockyard.rollout.sandbox.confined import remove_leftovers
+from dockyard.rollout.sandbox.launch import remove_leftovers
 
-# pyright: reportMissingTypeStubs=false
-
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+PATIENCE_S = 60.0
+LOCAL = ("sandbox", "docker")
+"""Types that Dockyard runs itself, on this machine. All others are Harbor's, and most of them are remote."""
+_PROBE_TIMEOUT_S = 10.0
+_PAUSE_S = 0.5
+_URL = re.compile(r"https?://[\w.:\[\]-]+")
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_NOT_FOR_USERS = {
+    *("run", "network_name", "seal_level", "mechanism", "logger", "stream", "mounts", "auto_mounts", "auto_mounting"),
+    *("network_policy", "phase_network_policies", "enable_environment_dir_upload"),
+    *("override_cpus", "override_memory_mb", "override_storage_mb"),
+}
+"""Options that Dockyard or Harbor sets, or that have settings of their own."""
+_CREDENTIALS = {
+    "modal": "`modal token new`",
+    "daytona": "`export DAYTONA_API_KEY=...`; also `DAYTONA_API_URL`, for a Daytona of your own",
+}
+_TERMINAL_AGENTS = ("terminus", "terminus-1", "terminus-2")
+_NETWORK_NOTES = {"daytona": "; Daytona's lower tiers let sandboxes reach a list of known services only"}
+_HOW_TO_REACH = (
+    "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
+    "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,49 +67,38 @@ class Site:
     """One kind of environment, ready for trials."""
 
     environment: TrialEnvironmentConfig
-    """What every trial gets."""
+    """Harbor's settings for every trial."""
     listen: tuple[str, ...] = (LOOPBACK,)
     """Addresses of this machine where the gateway listens, loopback first."""
     host: str | None = None
-    """The gateway's host as agents inside see it. None: they cannot reach this machine."""
-
-
-_GATHERS = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    """The gateway's host for agents inside. None: they cannot reach this machine."""
 
 
 def options_of(made: type) -> set[str]:
-    """What may be left out when one is made, its bases' options included."""
+    """Return the optional arguments of a class's constructor, including those of its bases."""
     found: dict[str, Parameter] = {}
     for base in reversed(made.__mro__[:-1]):  # the last is `object`
         if "__init__" in vars(base):
             found |= signature(vars(base)["__init__"]).parameters
-    return {name for name, one in found.items() if one.default is not Parameter.empty and one.kind not in _GATHERS}
+    return {name for name, one in found.items() if one.default is not Parameter.empty and one.kind not in _VARIADIC}
 
 
 def check_options(setting: str, given: Iterable[str], known: Collection[str], *, of: str) -> None:
     """Refuse an option that would have no effect, or that is not for users."""
     for name in given:
         if name not in known:
-            raise UsageError(f"`{setting}.{name}` is no option of `{of}`", hint=nearest(name, sorted(known)))
+            raise UsageError(f"`{setting}.{name}` is not an option of `{of}`", hint=nearest(name, sorted(known)))
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for who misspelt a name."""
+    """Return a hint for a misspelled name."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
 
 
-logger = logging.getLogger(__name__)
-
-PATIENCE_S = 60.0
-_PROBE_TIMEOUT_S = 10.0
-_PAUSE_S = 0.5
-_URL = re.compile(r"https?://[\w.:\[\]-]+")
-
-
 @asynccontextmanager
 async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -> AsyncGenerator[str]:
-    """The tunnel's URL. The command, with all it started, ends with the block."""
+    """Provide the tunnel's URL. The command and everything it started are killed when the block ends."""
     process = await asyncio.create_subprocess_shell(
         command.replace("{port}", str(port)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -102,7 +115,7 @@ async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -
             raise DockyardError(
                 f"`gateway.tunnel` is `{command}`, which opened no way to the gateway in {patience_s:g} s: "
                 + (" / ".join(heard[-3:]) or "it printed nothing"),
-                hint="run it by hand, or open a tunnel yourself and name it by `--gateway.public_url`",
+                hint="run it by hand, or open a tunnel yourself and pass its URL as `--gateway.public_url`",
             )
         logger.info("agents reach the gateway at %s", url)
         async with ends_with(process, lambda: _ended(process, command)):
@@ -115,7 +128,7 @@ async def open_tunnel(command: str, port: int, patience_s: float = PATIENCE_S) -
 
 
 def _ended(process: asyncio.subprocess.Process, command: str) -> DockyardError:
-    """Agents without a way to their model would count as crashed."""
+    """Return the error that ends the run: agents that cannot reach their model would count as crashed."""
     message = f"`gateway.tunnel` ended with code {process.returncode} in the middle of the run"
     return DockyardError(message, hint=f"run `{command}` by hand; `--resume` continues the run")
 
@@ -146,7 +159,7 @@ def _port(url: str) -> int | None:
 
 
 async def _is_gateway(client: aiohttp.ClientSession, url: str) -> bool:
-    """Whoever knocks without a key is told that it is not valid."""
+    """Whether the gateway answers at this URL: it refuses requests without a key with a known error."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S), client.get(f"{url}/v1/models") as response:
             return response.status == 401 and "invalid_api_key" in await response.text()
@@ -154,34 +167,11 @@ async def _is_gateway(client: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-# pyright: reportMissingTypeStubs=false
-
-
-LOCAL = ("sandbox", "docker")
-"""Types that we run ourselves, on this machine. All others are Harbor's, and mostly far away."""
-_NOT_FOR_USERS = {
-    *("run", "network_name", "seal_level", "mechanism", "logger", "stream", "mounts", "auto_mounts", "auto_mounting"),
-    *("network_policy", "phase_network_policies", "enable_environment_dir_upload"),
-    *("override_cpus", "override_memory_mb", "override_storage_mb"),
-}
-"""Options that we or Harbor set, or for which there are settings."""
-_CREDENTIALS = {
-    "modal": "`modal token new`",
-    "daytona": "`export DAYTONA_API_KEY=...`; `DAYTONA_API_URL` too, for a Daytona of your own",
-}
-_TERMINAL_AGENTS = ("terminus", "terminus-1", "terminus-2")
-_NETWORK_NOTES = {"daytona": "; Daytona's lower tiers let sandboxes reach a list of known services only"}
-_HOW_TO_REACH = (
-    "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
-    "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
-)
-
-
 def check_environment(config: EnvironmentConfig, gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
     """Refuse what cannot run, before anything starts. `inside`: the agent calls the model from the environment."""
     types = ["sandbox", *(kind.value for kind in EnvironmentType)]
     if config.type not in types:
-        message = f"`environment.type` is `{config.type}`, which is no environment"
+        message = f"`environment.type` is `{config.type}`, which is not an environment"
         raise UsageError(message, hint=nearest(config.type, types))
     _check_network(config, agent=agent, inside=inside)
     _check_mechanism(config, agent=agent)
@@ -206,7 +196,7 @@ def _check_mechanism(config: EnvironmentConfig, *, agent: str) -> None:
 
 def _check_seal(config: EnvironmentConfig) -> None:
     known = {"sandbox": ("off", "standard"), "docker": ("off", "processes", "standard", "strict")}
-    levels = known.get(config.type, ("standard",))  # the default, which means nothing there
+    levels = known.get(config.type, ("standard",))  # the default, which has no effect there
     if config.seal not in levels:
         message = f"`environment.seal` is `{config.seal}`, which `{config.type}` does not have"
         raise UsageError(message, hint="`--environment.seal standard`")
@@ -232,7 +222,8 @@ def _check_way(gateway: GatewayConfig, *, agent: str, inside: bool) -> None:
     ways = {"`gateway.public_url`": gateway.public_url, "`gateway.tunnel`": gateway.tunnel}
     named = [name for name, way in ways.items() if way]
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} are both set", hint="a tunnel's URL is found out: remove `public_url`")
+        hint = "remove `public_url`: the URL of `gateway.tunnel` is read from its output"
+        raise UsageError(f"{' and '.join(named)} are both set", hint=hint)
     if named and not inside:
         message = f"{named[0]} has no effect: `{agent}` calls the gateway from this machine"
         raise UsageError(message, hint=f"remove {named[0]}")
@@ -249,16 +240,16 @@ def _check_network(config: EnvironmentConfig, *, agent: str, inside: bool) -> No
             f"`{agent}` runs inside the environment, and a sandbox has neither its program nor a network",
             hint="`--environment.type docker`, or an agent that runs here: `shell`, `terminus-2`",
         )
-    told = {"sandbox": ("auto", "none", "public"), "docker": ("auto", "none", "gateway", "public")}
-    if config.network not in told.get(config.type, ("auto",)):
+    supported = {"sandbox": ("auto", "none", "public"), "docker": ("auto", "none", "gateway", "public")}
+    if config.network not in supported.get(config.type, ("auto",)):
         raise UsageError(
-            f"`environment.network` is `{config.network}`, which `{config.type}` cannot be told",
-            hint="`--environment.network auto` leaves it to the task's `network_mode`; `docker` can be told",
+            f"`environment.network` is `{config.network}`, which `{config.type}` does not support",
+            hint="`--environment.network auto` uses the task's `network_mode`; `docker` supports all values",
         )
 
 
 def _check_credentials(kind: str) -> None:
-    """By Harbor's own check, which names what is missing and prints no values."""
+    """Run Harbor's own check, which names what is missing and prints no values."""
     try:
         EnvironmentFactory.run_preflight(EnvironmentType(kind))
     except MissingExtraError as error:
@@ -268,58 +259,63 @@ def _check_credentials(kind: str) -> None:
     except (SystemExit, ValueError, ImportError) as error:
         raise DockyardError(
             f"`environment.type` is `{kind}`: {error}",
-            hint=_CREDENTIALS.get(kind, "set what it names, then try again"),
+            hint=_CREDENTIALS.get(kind, "set what the message names, then try again"),
         ) from None
 
 
 @asynccontextmanager
 async def open_site(config: EnvironmentConfig, *, inside: bool, run: str | None = None) -> AsyncGenerator[Site]:
-    """Whatever the environments of a run share, removed with the block. `run` is the run's own name, if it has one."""
+    """Provide what the environments of a run share, and remove it when the block ends. `run` is the run's name."""
     match config.type:
         case "sandbox":
             mechanism = choose_mechanism(config.sandbox)
             if mechanism.name == LANDLOCK:
                 remove_leftovers()
                 logger.warning(
-                    "sandboxes are made by %s. Not held: %s", mechanism.describe(), "; ".join(mechanism.not_held)
+                    "sandboxes use %s. Not guaranteed: %s", mechanism.describe(), "; ".join(mechanism.not_held)
                 )
             yield sandbox_site(config, mechanism.name)
         case "docker":
-            from dockyard.rollout.docker import docker_site
+            from dockyard.rollout.docker.site import docker_site
 
             async with docker_site(config, inside=inside, run=run) as site:
                 yield site
         case _:
             logger.warning(
-                "`%s` has no seal: what an agent leaves running could rewrite its reward, unless a task's verifier "
-                "has an environment of its own",
+                "`%s` has no seal: a process that an agent leaves running could rewrite its reward, unless the task's "
+                "verifier has its own environment",
                 config.type,
             )
-            yield Site(environment=_harbor(config, type=EnvironmentType(config.type)))
+            yield Site(environment=harbor_config(config, harbor_type=EnvironmentType(config.type)))
 
 
 def sandbox_site(config: EnvironmentConfig, mechanism: str = "auto") -> Site:
-    """Nothing to open: every sandbox stands alone."""
+    """Return the site of sandboxes, which share nothing that would have to be opened."""
     kwargs = {"mechanism": mechanism} | ({"network": True} if config.network == "public" else {})
-    environment = _harbor(config, import_path=sandbox.ENVIRONMENT)
-    return Site(environment=environment.model_copy(update={"kwargs": kwargs | config.kwargs}), host="127.0.0.1")
+    return Site(environment=harbor_config(config, import_path=sandbox.ENVIRONMENT, kwargs=kwargs), host=LOOPBACK)
 
 
-def _harbor(config: EnvironmentConfig, **which: object) -> TrialEnvironmentConfig:
-    return TrialEnvironmentConfig.model_validate(
-        {
-            "kwargs": config.kwargs,
-            "override_cpus": config.cpus,
-            "override_memory_mb": config.memory_mb,
-            "override_storage_mb": config.storage_mb,
-            **which,
-        }
+def harbor_config(
+    config: EnvironmentConfig,
+    *,
+    harbor_type: EnvironmentType | None = None,
+    import_path: str | None = None,
+    kwargs: Mapping[str, object] | None = None,
+) -> TrialEnvironmentConfig:
+    """Return Harbor's settings for one of its types or for a class. `environment.kwargs` overrides `kwargs`."""
+    return TrialEnvironmentConfig(
+        type=harbor_type,
+        import_path=import_path,
+        kwargs={**(kwargs or {}), **config.kwargs},
+        override_cpus=config.cpus,
+        override_memory_mb=config.memory_mb,
+        override_storage_mb=config.storage_mb,
     )
 
 
 @asynccontextmanager
 async def reachable(gateway: Gateway, site: Site, config: GatewayConfig, *, inside: bool) -> AsyncGenerator[str]:
-    """The gateway's root URL as this run's agents see it."""
+    """Provide the gateway's root URL for this run's agents."""
     async with AsyncExitStack() as stack:
         if not inside:
             yield gateway.root_url
@@ -330,5 +326,5 @@ async def reachable(gateway: Gateway, site: Site, config: GatewayConfig, *, insi
         elif site.host:
             yield f"http://{site.host}:{gateway.port}"
         else:
-            message = "agents inside would call the gateway, but their containers cannot reach this machine"
+            message = "agents call the gateway from inside their containers, which cannot reach this machine"
             raise UsageError(message, hint=_HOW_TO_REACH)

@@ -1,4 +1,4 @@
-"""What Harbor says of a trial, and what becomes of it together with what the gateway recorded."""
+"""The outcome of a trial as Harbor reports it, and the rollout made of it and of the gateway's recording."""
 
 # pyright: reportMissingTypeStubs=false
 
@@ -21,15 +21,14 @@ class Outcome:
 
     reward: float | None = None
     exception: str = ""
-    """The type's name; empty when nothing was raised."""
+    """The name of the exception's type; empty if none was raised."""
     message: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """By phase."""
+    """Duration of each phase."""
 
 
 def outcome_of(result: TrialResult) -> Outcome:
-    """The part of a result that counts here."""
-    reward = _reward(result)
+    """Return the outcome of a finished trial."""
     phases = {
         "environment": result.environment_setup,
         "setup": result.agent_setup,
@@ -40,7 +39,7 @@ def outcome_of(result: TrialResult) -> Outcome:
     failed = [step.exception_info for step in result.step_results or [] if step.exception_info]
     raised = result.exception_info or next(iter(failed), None)
     return Outcome(
-        reward=reward,
+        reward=_reward(result),
         exception=raised.exception_type if raised else "",
         message=raised.exception_message if raised else "",
         seconds=seconds | {"total": _seconds(result.started_at, result.finished_at)},
@@ -48,13 +47,13 @@ def outcome_of(result: TrialResult) -> Outcome:
 
 
 def _reward(result: TrialResult) -> float | None:
-    """Of several steps, one that could not be graded counts as 0, where Harbor's mean leaves it out."""
-    reward = _number(result.verifier_result)
-    graded = [number for step in result.step_results or [] if (number := _number(step.verifier_result)) is not None]
-    if reward is None or not graded or len(graded) == len(result.step_results or []):
+    """Return the reward. A step that could not be graded counts as 0, where Harbor's mean omits it."""
+    reward, steps = _number(result.verifier_result), result.step_results or []
+    graded = [number for step in steps if (number := _number(step.verifier_result)) is not None]
+    if reward is None or not graded or len(graded) == len(steps):
         return reward
     is_mean = math.isclose(reward, sum(graded) / len(graded))
-    return sum(graded) / len(result.step_results or []) if is_mean else reward
+    return sum(graded) / len(steps) if is_mean else reward
 
 
 def _number(graded: VerifierResult | None) -> float | None:
@@ -68,7 +67,7 @@ def _seconds(start: datetime | None, end: datetime | None) -> float:
 
 
 def rollout_of(place: Place, outcome: Outcome, recording: Recording, *, must_ask: bool = False) -> Rollout:
-    """A rollout with its reward, unless the infrastructure is to blame for how it ended."""
+    """Return the rollout, with its reward unless the infrastructure is to blame for its failure."""
     failure = failure_of(outcome.exception, outcome.message, recording, must_ask=must_ask)
     reward = outcome.reward if outcome.reward is not None and math.isfinite(outcome.reward) else 0.0
     return Rollout(

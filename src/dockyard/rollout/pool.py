@@ -1,4 +1,4 @@
-"""Makes many rollouts at once, records each the moment it is finished, and makes none that is recorded already."""
+"""Make many rollouts concurrently, record each when it is finished, and skip those that are already recorded."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_S = 1.0  # before an infrastructure failure is tried again; doubled each time
+_FIRST_WAIT_S = 1.0  # before an infrastructure failure is retried; doubled each time
 
 
 class Runner(Protocol):
@@ -27,30 +27,30 @@ class Runner(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RolloutPool:
-    """Bounded concurrency, retries for infrastructure failures only, and a record of everything.
+    """Makes rollouts with limited concurrency, retries infrastructure failures, and records everything.
 
-    Orders that are under way at the same time share the slots; the one that came first goes first.
+    Concurrent orders share the slots; the earlier order goes first.
     """
 
     runner: Runner
     run: RunDir
     config: RolloutConfig
     transcribe: Callable[[Rollout], str]
-    """The rollout as text, for people."""
+    """Returns the rollout as readable text."""
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.config.concurrency)
 
     async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
-        """The groups of this phase, recorded ones first read from disk. In the same order however they finished."""
+        """Return the groups of this phase in the order of its tasks. Recorded rollouts are read from disk."""
         done = self._recorded(order)
         loop = asyncio.get_running_loop()
 
         async def make(attempt: Attempt) -> None:
             rollout = await self.make(attempt)
             if rollout.reward is not None:
-                # Shielded: a run that is stopped now still records what is finished.
+                # Shielded: a run that is stopped now still records finished rollouts.
                 recording = loop.run_in_executor(None, self._finish, order, attempt, rollout)
                 rollout = await asyncio.shield(recording)
             done[attempt.group, attempt.index] = rollout
@@ -66,10 +66,10 @@ class RolloutPool:
         except* DockyardError as errors:
             raise errors.exceptions[0] from None
         rollouts = [done[attempt.group, attempt.index] for attempt in order.attempts()]
-        if order.first_group == 0:  # further groups may be too few to judge by
+        if order.first_group == 0:  # further groups may be too few for a meaningful share
             self._check_losses(order.phase, rollouts)
         for attempt, rollout in zip(order.attempts(), rollouts, strict=True):
-            if rollout.reward is None:  # only now: had the run stopped here, resuming it should try them again
+            if rollout.reward is None:  # only now: a run that stops before this retries them when it is resumed
                 self._record(order.phase, attempt.group, rollout)
         return tuple(
             Group(
@@ -81,7 +81,7 @@ class RolloutPool:
         )
 
     async def make(self, attempt: Attempt) -> Rollout:
-        """One rollout, when there is a slot for it. It is not recorded."""
+        """Make one rollout as soon as there is a slot for it, without recording it."""
         async with self._slots:
             return await self._persist(attempt)
 
@@ -95,20 +95,20 @@ class RolloutPool:
             if place >= len(names) or item.rollout.task != names[place]:
                 raise DockyardError(
                     f"the run recorded `{item.rollout.task}` in {order.phase}, where it would now attempt other tasks",
-                    hint="put the tasks back as they were, or begin another run",
+                    hint="restore the tasks, or start another run",
                 )
             if item.rollout.reward is not None or not order.retry_lost:
                 done[item.group, item.rollout.attempt] = item.rollout
         return done
 
     async def _persist(self, attempt: Attempt) -> Rollout:
-        """Try again as long as the infrastructure is to blame and tries are left."""
+        """Retry as long as the infrastructure is to blame and retries are left."""
         wait_s = _FIRST_WAIT_S
         for _ in range(self.config.retries):
             rollout = await self.runner.run(attempt)
             if rollout.failure is None or not is_worth_retrying(rollout.failure):
                 return rollout
-            logger.warning("%s: %s, trying again", attempt.name, rollout.failure.message)
+            logger.warning("%s: %s, retrying", attempt.name, rollout.failure.message)
             await asyncio.sleep(wait_s)
             wait_s *= 2
         return await self.runner.run(attempt)

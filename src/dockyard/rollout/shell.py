@@ -1,8 +1,10 @@
-"""The `shell` agent, small enough for small models: ask, run the fenced command, show its output, ask again.
+"""The `shell` agent for small models: ask the model, run the fenced command, show its output, ask again.
 
 It runs in Dockyard's own process, so the environment needs no network. With `commands`, each turn runs one command from
-that list and no shell expands it, so that no pipe, loop or `$(...)` does several turns' work in one.
+that list and no shell expands it, so that no pipe, loop or `$(...)` does the work of several turns in one.
 """
+
+# pyright: reportMissingTypeStubs=false
 
 import json
 import re
@@ -17,11 +19,19 @@ from harbor.models.trajectories import Agent, Step, Trajectory
 
 from dockyard import __version__
 
+API_KEY_VARIABLE = "DOCKYARD_API_KEY"  # named so that Harbor keeps its value out of the trial's files
+SYSTEM_PROMPT = "You are a shell agent. Reply with one bash command in a ```bash code block and nothing else."
+MAX_TURNS = 8
 _OPERATORS = "();<>|&"
+_FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
+_MAX_OUTPUT = 4000
+_MERGED = "exec 2>&1\n"  # both outputs in order, in every environment; on its own line, whatever follows
+_NOT_RUN = "exit code 126"  # a shell's code for a command that cannot be executed
+_NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tokens_limit_reached")
 
 
 def one_command(text: str, allowed: Sequence[str]) -> str | None:
-    """The command with each word quoted; None unless it is one of these, with at most a `> FILE` at its end."""
+    """Return the command with each word quoted; None unless it is allowed, with at most a `> FILE` at its end."""
     words = _words(text)
     if not words or words[0] not in allowed:
         return None
@@ -35,12 +45,12 @@ def one_command(text: str, allowed: Sequence[str]) -> str | None:
 
 
 def rule(allowed: Sequence[str]) -> str:
-    """What the model is told when its command is not run."""
+    """Return the message to the model for a command that is not run."""
     return f"Only one command at a time: {' or '.join(allowed)}, with at most one > FILE."
 
 
 def _words(text: str) -> list[str]:
-    """None where there are several lines, or a quote that does not end."""
+    """Return the words of the command; none if it has several lines or an unclosed quote."""
     if "\n" in text.strip():
         return []
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
@@ -50,19 +60,6 @@ def _words(text: str) -> list[str]:
         return list(lexer)
     except ValueError:
         return []
-
-
-# pyright: reportMissingTypeStubs=false
-
-
-API_KEY_VARIABLE = "DOCKYARD_API_KEY"  # named so that Harbor keeps its value out of the trial's files
-SYSTEM_PROMPT = "You are a shell agent. Reply with one bash command in a ```bash code block and nothing else."
-_FENCED = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```", re.DOTALL)
-MAX_TURNS = 8
-_MAX_OUTPUT = 4000
-_MERGED = "exec 2>&1\n"  # both outputs in order, in every environment; on a line of its own, whatever follows
-_NOT_RUN = "exit code 126"  # as a shell has it for what it may not run
-_NO_MORE_CALLS = ("context_length_exceeded", "calls_limit_reached", "sampled_tokens_limit_reached")
 
 
 class ShellAgent(BaseAgent):
@@ -83,7 +80,7 @@ class ShellAgent(BaseAgent):
     ) -> None:
         """`examples` are pairs of a request and the reply to it, shown before the task.
 
-        With `commands`, a turn is one of these and its words: nothing that a shell would expand or chain is run.
+        With `commands`, a turn is one of these with its arguments: nothing that a shell would expand or chain is run.
         """
         super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
         self._url = f"{gateway_url}/chat/completions"
@@ -95,7 +92,7 @@ class ShellAgent(BaseAgent):
             self._history += [_message("user", request), _message("assistant", reply)]
         self._num_opening = len(self._history)
         self._thoughts: dict[int, str] = {}
-        """By the place of the reply they came before. They are not sent back: the gateway still has them."""
+        """Reasoning by the index of its reply. It is not sent back, because the gateway still has it."""
 
     @staticmethod
     @override
@@ -129,7 +126,7 @@ class ShellAgent(BaseAgent):
             self._history.append(_message("user", await self._outcome(command[1], environment)))
 
     async def _outcome(self, text: str, environment: BaseEnvironment) -> str:
-        """What the model is shown of a command it gave."""
+        """Run the model's command and return what it is shown of the result."""
         command = text if self._commands is None else one_command(text, self._commands)
         if command is None:
             return f"{_NOT_RUN}\n{rule(self._commands or [])}"
@@ -138,24 +135,25 @@ class ShellAgent(BaseAgent):
         return f"exit code {result.return_code}\n{output}".strip()
 
     async def _ask(self, client: aiohttp.ClientSession) -> str | None:
-        """The model's reply, None when it may not be asked any more."""
+        """Return the model's reply; None if no more calls are allowed."""
         body = {"model": self.model_name or "policy", "messages": self._history}
         async with client.post(self._url, json=body) as response:
             answer = await response.json()
         if response.ok:
-            return self._heard(answer["choices"][0]["message"])
+            return self._record(answer["choices"][0]["message"])
         if answer["error"]["code"] in _NO_MORE_CALLS:
             return None
         raise RuntimeError(f"the gateway answered {response.status}: {answer['error']['message']}")
 
-    def _heard(self, reply: dict[str, Any]) -> str:
+    def _record(self, reply: dict[str, Any]) -> str:
+        """Append the reply to the history and return its text."""
         if thought := reply.get("reasoning_content"):
             self._thoughts[len(self._history)] = thought
         self._history.append(_message("assistant", reply["content"] or ""))
         return self._history[-1]["content"]
 
     def _write_trajectory(self) -> None:
-        """What was said, for whoever reads Harbor's files. Examples are marked as what the model did not say."""
+        """Write the conversation to Harbor's files. Examples are marked as copied context."""
         agent = Agent(name=self.name(), version=self.version(), model_name=self.model_name)
         steps = [self._step(place, message) for place, message in enumerate(self._history)]
         trajectory = Trajectory(agent=agent, session_id=self.logs_dir.parent.name, steps=steps)

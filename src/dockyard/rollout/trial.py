@@ -3,12 +3,14 @@
 A rollout passes through phases, and each phase has its own limit on concurrent rollouts.
 """
 
+# pyright: reportMissingTypeStubs=false
+
 import asyncio
 import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +21,7 @@ from dockyard.config import AgentConfig, GatewayConfig, RolloutConfig
 from dockyard.gateway.accounting import Recording, SessionLimits
 from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import Sampling, Session
-from dockyard.rollout.agents.rows import must_ask
-from dockyard.rollout.agents.wiring import Endpoint, agent_config
+from dockyard.rollout.agents.wiring import Endpoint, agent_config, must_ask
 from dockyard.rollout.environments import Site
 from dockyard.rollout.order import Attempt, Phase
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
@@ -30,13 +31,20 @@ from dockyard.types import Rollout, Task
 type OnChange = Callable[[Mapping[Phase, int]], None]
 
 
-def _nobody(_: Mapping[Phase, int]) -> None: ...
+_SLACK_S = 60.0
+"""For the time between the phases: copying files in and out, removing the environment."""
+_TIMEOUT_IN = {
+    Phase.BUILDING: "EnvironmentStartTimeoutError",
+    Phase.RUNNING: "RolloutTimeoutError",
+    Phase.VERIFYING: "VerifierTimeoutError",
+}
+"""The exception that stands for the time limit of the whole rollout, by the phase in which it was reached."""
 
 
 class Phases:
     """The slots of each phase, shared by all rollouts of a run."""
 
-    def __init__(self, config: RolloutConfig, on_change: OnChange = _nobody) -> None:
+    def __init__(self, config: RolloutConfig, on_change: OnChange = lambda _: None) -> None:
         limits = {
             Phase.BUILDING: config.max_building,
             Phase.RUNNING: config.max_running,
@@ -47,13 +55,13 @@ class Phases:
         self._on_change = on_change
 
     @contextmanager
-    def passage(self) -> Generator["PhaseSlot"]:
-        """One rollout's way through. Its slot is free again however the block ends."""
-        passage = PhaseSlot(self)
+    def slot(self) -> Generator["PhaseSlot"]:
+        """Provide the slot of one rollout. It is released however the block ends."""
+        slot = PhaseSlot(self)
         try:
-            yield passage
+            yield slot
         finally:
-            passage.leave()
+            slot.leave()
 
     async def take(self, phase: Phase) -> None:
         await self._slots[phase].acquire()
@@ -70,50 +78,37 @@ class Phases:
 
 @dataclass(slots=True)
 class PhaseSlot:
-    """Holds at most one slot: that of the phase the rollout is in."""
+    """Holds at most one slot: that of the phase that the rollout is in."""
 
     phases: Phases
-    phase: Phase | None = None
-    """The last one it was in."""
+    phase: Phase = Phase.BUILDING
+    """The last phase that it was in."""
     waited_s: float = 0.0
-    _holds: Phase | None = field(default=None)
+    _is_held: bool = False
 
     async def enter(self, phase: Phase) -> float:
-        """Give the present slot back and wait for the next; returns for how long."""
+        """Release the current slot, wait for the next one, and return the time that took."""
         self.leave()
         started = time.monotonic()
         await self.phases.take(phase)
-        self._holds = self.phase = phase
+        self.phase, self._is_held = phase, True
         waited = time.monotonic() - started
         self.waited_s += waited
         return waited
 
     def leave(self) -> None:
-        if self._holds is not None:
-            self.phases.give_back(self._holds)
-            self._holds = None
-
-
-# pyright: reportMissingTypeStubs=false
-
-
-_SLACK_S = 60.0
-"""For what happens between the phases: copying files in and out, taking the environment down."""
-_CUT_IN = {
-    Phase.BUILDING: "EnvironmentStartTimeoutError",
-    Phase.RUNNING: "RolloutTimeoutError",
-    Phase.VERIFYING: "VerifierTimeoutError",
-}
-"""What it means that the whole rollout's time is up, by phase."""
+        if self._is_held:
+            self.phases.give_back(self.phase)
+            self._is_held = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRunner:
-    """What all rollouts of a run have in common."""
+    """Runs the rollouts of a run. Holds the settings that they share."""
 
     gateway: Gateway
     agents_url: str
-    """The gateway's root as this run's agents reach it."""
+    """The gateway's root URL for this run's agents."""
     agent: AgentConfig
     site: Site
     limits: RolloutConfig
@@ -123,19 +118,19 @@ class TrialRunner:
     seal: bool = True
     policy_use: GatewayConfig = field(default_factory=GatewayConfig)
     new_session: Callable[[str, Sampling, SessionLimits], Session] | None = None
-    """Where a rollout does not sample from what the gateway does: its own access to a policy."""
+    """Opens a session with another policy than the gateway's. None: the gateway's own."""
 
     async def run(self, attempt: Attempt) -> Rollout:
-        """Make the attempt. Whatever breaks it is a failure on the rollout; only cancellation is raised."""
-        books = _SessionOnce(self.gateway, self.open_session(attempt))
+        """Make the attempt. Any error becomes a failure of the rollout; only cancellation is raised."""
+        once = _SessionOnce(self.gateway, self.open_session(attempt))
         try:
-            outcome = await self._outcome(attempt, books)
+            outcome = await self._outcome(attempt, once)
         finally:
-            recording = books.close()
+            recording = once.close()
         return rollout_of(attempt.place, outcome, recording, must_ask=must_ask(self.agent))
 
     def open_session(self, attempt: Attempt) -> Session:
-        """The attempt's own access to the policy."""
+        """Open the session through which the attempt's agent calls the policy."""
         sampling = Sampling(seed=attempt.seed, temperature=attempt.temperature, max_new_tokens=self.max_new_tokens)
         limits = SessionLimits(
             max_calls=self.policy_use.max_calls,
@@ -146,27 +141,26 @@ class TrialRunner:
         self.gateway.host(session)
         return session
 
-    async def _outcome(self, attempt: Attempt, books: "_SessionOnce") -> Outcome:
-        shutil.rmtree(self.trials_dir / attempt.name, ignore_errors=True)  # of an earlier try
+    async def _outcome(self, attempt: Attempt, once: "_SessionOnce") -> Outcome:
+        shutil.rmtree(self.trials_dir / attempt.name, ignore_errors=True)  # of an earlier attempt
         limit_s = self.total_timeout_s(attempt.task)
-        with self.phases.passage() as passage:
+        with self.phases.slot() as slot:
             try:
                 async with asyncio.timeout(limit_s) as deadline:
-                    trial = await Trial.create(self.trial_config(attempt, books.session.key))
-                    _attach(trial, passage, deadline, books)
+                    trial = await Trial.create(self.trial_config(attempt, once.session.key))
+                    _attach(trial, slot, deadline, once)
                     outcome = outcome_of(await trial.run())
-                    return replace(outcome, seconds=outcome.seconds | {"waiting": passage.waited_s})
+                    return replace(outcome, seconds=outcome.seconds | {"waiting": slot.waited_s})
             except TimeoutError:
-                phase = passage.phase or Phase.BUILDING
-                message = f"not done after {limit_s:g} s (`rollout.total_timeout_s`), cut while {phase}"
-                return Outcome(exception=_CUT_IN[phase], message=message)
+                message = f"not done after {limit_s:g} s (`rollout.total_timeout_s`), stopped while {slot.phase}"
+                return Outcome(exception=_TIMEOUT_IN[slot.phase], message=message)
             except Exception as error:  # a bad trial is data, whatever Harbor and the environment raise
                 return Outcome(exception=type(error).__name__, message=str(error))
 
     def trial_config(self, attempt: Attempt, key: str) -> TrialConfig:
-        """Harbor's settings for this attempt, whose agent has this key."""
+        """Return Harbor's settings for this attempt. `key` is the agent's."""
         task, limits = attempt.task, self.limits
-        # Harbor's own upper limit does not bind a task that has none.
+        # Harbor's own upper limit does not apply to a task that has none.
         agent_timeout_s = min(limits.agent_timeout_s, task.agent_timeout_s or math.inf)
         verifier_timeout_s = self._verifier_timeout_s(task)
         return TrialConfig(
@@ -192,7 +186,7 @@ class TrialRunner:
         return self.limits.verifier_timeout_s or task.verifier_timeout_s
 
     def total_timeout_s(self, task: Task) -> float:
-        """For a whole rollout, from first to last."""
+        """Return the time limit of a whole rollout."""
         limits = self.limits
         phases = limits.build_timeout_s, limits.setup_timeout_s, limits.agent_timeout_s
         return limits.total_timeout_s or sum(phases) + 2 * self._verifier_timeout_s(task) + 3 * _SLACK_S
@@ -200,7 +194,7 @@ class TrialRunner:
 
 @dataclass(slots=True)
 class _SessionOnce:
-    """A session that is closed once, when its agent's time is over: what still runs then gets no more answers."""
+    """A session that is closed once, when its agent's time is over: later calls get no answer."""
 
     gateway: Gateway
     session: Session
@@ -212,33 +206,24 @@ class _SessionOnce:
         return self._recording
 
 
-def _attach(trial: Trial, passage: PhaseSlot, deadline: asyncio.Timeout, books: _SessionOnce) -> None:
-    """Take the trial through the phases as Harbor announces them. Waiting for a phase costs no time of the trial's."""
+def _attach(trial: Trial, slot: PhaseSlot, deadline: asyncio.Timeout, once: _SessionOnce) -> None:
+    """Take the trial through the phases as Harbor announces them. Waiting for a slot does not count as trial time."""
 
-    async def enter(phase: Phase) -> None:
-        when = deadline.when()
-        deadline.reschedule(None)
-        waited_s = await passage.enter(phase)
-        deadline.reschedule(when + waited_s if when is not None else None)
+    def entering(phase: Phase) -> Callable[[TrialHookEvent], Awaitable[None]]:
+        async def enter(_: TrialHookEvent) -> None:
+            when = deadline.when()
+            deadline.reschedule(None)
+            waited_s = await slot.enter(phase)
+            deadline.reschedule(when + waited_s if when is not None else None)
 
-    async def build(_: TrialHookEvent) -> None:
-        await enter(Phase.BUILDING)
-
-    async def work(_: TrialHookEvent) -> None:
-        await enter(Phase.RUNNING)
+        return enter
 
     async def rest(_: TrialHookEvent) -> None:
-        passage.leave()
+        slot.leave()
         if not trial.task.has_steps:
-            books.close()
+            once.close()
 
-    async def verify(_: TrialHookEvent) -> None:
-        await enter(Phase.VERIFYING)
-
-    for event, hook in (
-        (TrialEvent.ENVIRONMENT_START, build),
-        (TrialEvent.AGENT_START, work),
-        (TrialEvent.AGENT_END, rest),
-        (TrialEvent.VERIFICATION_START, verify),
-    ):
-        trial.add_hook(event, hook)
+    trial.add_hook(TrialEvent.ENVIRONMENT_START, entering(Phase.BUILDING))
+    trial.add_hook(TrialEvent.AGENT_START, entering(Phase.RUNNING))
+    trial.add_hook(TrialEvent.AGENT_END, rest)
+    trial.add_hook(TrialEvent.VERIFICATION_START, entering(Phase.VERIFYING))

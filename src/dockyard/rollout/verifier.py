@@ -1,8 +1,8 @@
-"""Harbor's verifier behind a seal: what the agent left running or lying around cannot touch the grading.
+"""Harbor's verifier behind a seal: processes and files that the agent left behind cannot affect the grading.
 
-A background process that rewrites the reward file would win otherwise. A service that the agent was asked to leave
-running is gone too, unless the settings say not to seal. Left as it is: the working folder, so tests that import from
-it trust it (`python -I` does not). A grading that fails is done once more.
+Otherwise a background process could rewrite the reward file. The seal also ends a service that the agent was asked to
+leave running, unless the settings turn it off. It keeps the working folder, so tests that import from it trust it
+(`python -I` does not). A grading that fails is repeated once.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -30,7 +30,7 @@ from harbor.verifier.verifier import (
 VERIFIER = "dockyard.rollout.verifier:SealedVerifier"
 """For Harbor's `verifier.import_path`."""
 ABOVE_TESTS = ("/conftest.py", "/pytest.ini", "/.pytest.ini", "/tox.ini", "/setup.cfg", "/pyproject.toml")
-"""What pytest finds on its way up from /tests."""
+"""Files that pytest reads in the folders above /tests."""
 GRADED_AGAIN = (
     AddTestsDirError,
     DownloadVerifierDirError,
@@ -49,15 +49,15 @@ class Sealable(Protocol):
 
 
 class SealedVerifier(Verifier):
-    """For `verifier.import_path`. An environment that has no seal is graded as Harbor does it."""
+    """For `verifier.import_path`. An environment without a seal is graded as by Harbor."""
 
     def __init__(self, *args: Any, timeout_s: float | None = None, seal: bool = True, **kwargs: Any) -> None:
-        """`timeout_s` bounds one grading; Harbor's own limit has to leave time for two."""
+        """`timeout_s` limits one grading; Harbor's own limit must leave time for two."""
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
         self._seal = seal
         if not self._is_shared_with_the_agent():
-            # Harbor says it to its own verifier only: an image built from tests/ holds the tests already.
+            # Harbor sets this for its own verifier only: an image built from tests/ contains the tests already.
             definition = resolve_verifier_environment_definition(self.task.config, self.task.paths, self._step)
             self._skip_tests_upload = definition is not None and definition.bundled_tests
 
@@ -66,7 +66,7 @@ class SealedVerifier(Verifier):
         try:
             return await self._grade()
         except GRADED_AGAIN as error:
-            self.logger.warning("graded once more after %s: %s", type(error).__name__, error)
+            self.logger.warning("grading once more after %s: %s", type(error).__name__, error)
             return await self._grade()
 
     async def _grade(self) -> VerifierResult:
@@ -86,7 +86,7 @@ class SealedVerifier(Verifier):
         return next((step for step in self.task.config.steps or [] if step.name == self.step_name), None)
 
     def _is_shared_with_the_agent(self) -> bool:
-        """A separate verifier environment is fresh, and holds the artifacts to grade."""
+        """Whether the agent worked in this environment. A separate one is new, and contains the artifacts to grade."""
         config, step = self.task.config, self._step
         mode = resolve_step_verifier_mode(config, step) if step else resolve_task_verifier_mode(config)
         return mode == VerifierEnvironmentMode.SHARED

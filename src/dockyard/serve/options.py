@@ -1,7 +1,7 @@
-"""The settings of `dockyard serve`, and what they require of each other.
+"""The settings of `dockyard serve`, and the checks of combinations.
 
 They are read by the same loader as those of a run: defaults, a TOML file, `--section.key value`. The short flags are
-names for settings. Keys are not settings: no file holds them.
+aliases of settings. Keys are not settings, so that no settings file contains them.
 """
 
 import os
@@ -59,6 +59,11 @@ class ServeConfig(Config):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
 
+    @property
+    def has_admin(self) -> bool:
+        """Whether a trainer can load adapters."""
+        return self.admin_port is not None or self.admin_socket is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
@@ -70,33 +75,19 @@ class Secret:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdminOptions:
-    """Where the admin listener is."""
-
-    port: int | None
-    socket: Path | None
-    token: Secret
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The settings of a server that fit together, and its keys."""
+    """The checked settings of a server, and its keys."""
 
-    model: ModelConfig
-    engine: EngineConfig
-    host: str
-    port: int
+    config: ServeConfig
     key: Secret | None
     """None accepts any key."""
-    admin: AdminOptions | None
-    adapter: Path | None
-    temperature: float
-    max_new_tokens: int | None
+    admin_token: Secret | None
+    """None if there is no admin listener."""
 
     @property
     def served_name(self) -> str:
         """The model's name for clients: its Hub name, or the name of its folder."""
-        name = self.model.name
+        name = self.config.model.name
         return Path(name).name if name.startswith((".", "/", "~")) or name.count("/") > 1 else name
 
     @classmethod
@@ -112,24 +103,14 @@ class ServeOptions:
         raise_if_any(serve_problems(config))
         _refuse_contradictions(config, api_key=api_key, no_auth=no_auth)
         key = None if no_auth else _api_key(api_key, environment)
-        admin = _admin_options(config, environment)
-        if key and admin and key.value == admin.token.value:
+        token = _from_environment(TOKEN_VARIABLE, environment) if config.has_admin else None
+        if key and token and key.value == token.value:
             raise UsageError("the API key and the admin token are the same", hint=f"set another `{TOKEN_VARIABLE}`")
-        return cls(
-            model=config.model,
-            engine=config.engine,
-            host=config.host,
-            port=config.port,
-            key=key,
-            admin=admin,
-            adapter=config.adapter,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-        )
+        return cls(config=config, key=key, admin_token=token)
 
 
 def serve_problems(config: ServeConfig) -> list[SettingProblem]:
-    """Settings that are missing, or that others make meaningless."""
+    """Return the settings that are missing, or that have no effect because of others."""
     found = without_effect(config, _ignored(config), {key: flag for flag, key in ALIASES.items()})
     if config.engine.type != "transformers" and config.engine.url is None:
         message = f"`--engine {config.engine.type}` needs the URL of a server, and `engine.url` is not set"
@@ -149,7 +130,7 @@ def _ignored(config: ServeConfig) -> Ignored:
 def _refuse_contradictions(config: ServeConfig, *, api_key: str | None, no_auth: bool) -> None:
     if no_auth and api_key:
         raise UsageError("`--no-auth` cannot be combined with `--api-key`", hint="remove one of them")
-    if no_auth and (config.admin_port is not None or config.admin_socket):
+    if no_auth and config.has_admin:
         hint = "use `--api-key`: the key of a session must stop working when the session is closed"
         raise UsageError("`--no-auth` cannot be combined with an admin listener", hint=hint)
     if config.admin_port is not None and config.admin_socket:
@@ -159,15 +140,8 @@ def _refuse_contradictions(config: ServeConfig, *, api_key: str | None, no_auth:
         raise DockyardError(f"`{config.adapter}` has no `adapter_config.json`", hint=hint)
 
 
-def _admin_options(config: ServeConfig, environment: Mapping[str, str]) -> AdminOptions | None:
-    if config.admin_port is None and config.admin_socket is None:
-        return None
-    token = _from_environment(TOKEN_VARIABLE, environment)
-    return AdminOptions(port=config.admin_port, socket=config.admin_socket, token=token)
-
-
 def _api_key(given: str | None, environment: Mapping[str, str]) -> Secret:
-    """The key on the command line, else in the environment, else a new one."""
+    """Return the key from the command line or the environment, or a new one."""
     if given is None:
         return _from_environment(KEY_VARIABLE, environment)
     if not given.strip():

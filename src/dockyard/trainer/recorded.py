@@ -27,7 +27,7 @@ def load_groups(path: Path, renderer: Renderer, grpo: GRPOConfig) -> tuple[Group
 
     No further groups can be made, so `dynamic_sampling` leaves out groups whose rewards do not differ.
     """
-    from dockyard.convert.rollouts import read_groups
+    from dockyard.convert.read import read_groups
 
     found = [_rewarded(group) for group in read_groups(path, renderer)]
     groups = tuple(group for group in found if group.rollouts)

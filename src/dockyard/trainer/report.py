@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from dockyard.collect.passk import Score, score_rollouts
-from dockyard.collect.table import aligned
+from dockyard.collect.progress import aligned
 from dockyard.rl.statistics import gateway_line, gateway_metrics
 from dockyard.rollout.blame import failure_counts
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, RunDir, eval_phase, step_phase

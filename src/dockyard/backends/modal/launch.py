@@ -1,4 +1,4 @@
-"""The caller's side: train here with the policy on Modal, or start a whole run there."""
+"""The caller's side: train on this machine with the policy on Modal, or start a whole run on Modal."""
 
 import asyncio
 import hashlib
@@ -39,8 +39,8 @@ _UNREACHABLE = (
 """Errors of Modal itself or of the network, which say nothing about the function."""
 
 
-def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_names: Sequence[str]) -> None:
-    """Run the loop, the gateway and the rollouts here, with the policy on Modal."""
+def train_with_remote_policy(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_names: Sequence[str]) -> None:
+    """Run the loop, the gateway and the rollouts on this machine, with the policy on Modal."""
     if config.engine.type != "transformers":
         message = f"`engine.type` is `{config.engine.type}`, but a policy on Modal has its own engine"
         raise UsageError(message, hint="`--engine.type transformers`, or `dockyard train` without Modal")
@@ -52,7 +52,7 @@ def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_name
     check_functions(config.grpo, remote=True)
     with modal.Dict.ephemeral() as board:
         call = PolicyCall(serve_policy.with_options(gpu=gpu, secrets=_named(secret_names)), board)
-        model = sent(config.model.name)
+        model = uploaded(config.model.name)
 
         def open_remote(run: RunDir) -> AbstractAsyncContextManager[RemoteLearner]:
             return open_remote_learner(run, call.find, call.token, model=model, patience_s=_START_TIMEOUT_S)
@@ -63,11 +63,11 @@ def train_from_here(config: RunConfig, *, run_dir: RunDir, gpu: str, secret_name
             call.end()
 
 
-def train_over_there(words: Sequence[str], name: str, *, resume: bool, gpu: str, secret_names: Sequence[str]) -> int:
+def train_on_modal(words: Sequence[str], name: str, *, resume: bool, gpu: str, secret_names: Sequence[str]) -> int:
     """Run everything on Modal under this name and return the exit code. `words` are arguments of `dockyard train`."""
     _refuse_functions(words)
     function = train_there.with_options(gpu=gpu, secrets=_named(secret_names))
-    code = function.spawn([with_sent(word) for word in words], name, resume).get()
+    code = function.spawn([with_uploaded_path(word) for word in words], name, resume).get()
     logger.info("the run is in the volume; download it with `modal volume get %s runs/%s runs/`", VOLUME, name)
     return code
 
@@ -81,13 +81,13 @@ def _refuse_functions(words: Sequence[str]) -> None:
             raise UsageError(message, hint=f"remove `{name}`, or train with `dockyard train`")
 
 
-def with_sent(word: str) -> str:
+def with_uploaded_path(word: str) -> str:
     """Return the argument with a local path replaced by its copy on Modal."""
     name, equals, value = word.partition("=")
-    return f"{name}={sent(value)}" if equals and name.removeprefix("--") in _PATHS else word
+    return f"{name}={uploaded(value)}" if equals and name.removeprefix("--") in _PATHS else word
 
 
-def sent(value: str) -> str:
+def uploaded(value: str) -> str:
     """Copy a local file or folder to the volume and return its path there. Return other names unchanged."""
     path = Path(value).expanduser()
     if not path.exists():

@@ -1,5 +1,8 @@
-"""A learner on another machine. The run folder here stays authoritative: a policy that restarts is sent its last
-checkpoint, and the updates since then are replayed from the recorded rollouts."""
+"""A learner on another machine.
+
+The run folder on this machine stays authoritative: after a restart, the policy gets its last checkpoint from here, and
+the updates since then are replayed from the recorded rollouts.
+"""
 
 import logging
 import shutil
@@ -10,7 +13,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from dockyard.config import RunConfig
 from dockyard.engine.relay import Find, Relay, RelayCall, RelayEngine
 from dockyard.run_dir.records import from_line, to_line
 from dockyard.run_dir.run import RecordedRollout, RunDir, step_phase
@@ -47,7 +49,8 @@ class RemoteLearner:
     def __init__(self, run: RunDir, find: Find, token: str, *, model: str, patience_s: float) -> None:
         self.relay = Relay(find, token, patience_s=patience_s, on_boot=self._bring_up)
         self._run = run
-        self._config = _seen_from_there(run.config, model)
+        self._config = run.config.model_copy(update={"model": run.config.model.model_copy(update={"name": model})})
+        """The settings for the other machine, where the model has another name."""
         checkpoint = run.checkpoints.latest()
         self._version = checkpoint.step if checkpoint else 0
 
@@ -113,10 +116,6 @@ class RemoteLearner:
                     file.write(b64decode(part["data"]))
 
 
-def _seen_from_there(config: RunConfig, model: str) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
-
-
 async def _send_folder(call: RelayCall, folder: Path) -> None:
     for name, offset, data in _parts(folder):
         await call("write", {"name": name, "offset": offset, "data": b64encode(data).decode()})
@@ -130,7 +129,7 @@ def _parts(folder: Path) -> Generator[tuple[str, int, bytes]]:
 
 
 def recorded_groups(run: RunDir, step: int) -> tuple[Group, ...]:
-    """The groups that an earlier step was trained on."""
+    """Return the groups that an earlier step was trained on."""
     found = sorted(run.read_rollouts(step_phase(step)), key=lambda item: (item.group, item.rollout.attempt))
     parts = [tuple(item.rollout for item in items) for _, items in groupby(found, key=lambda item: item.group)]
     return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in parts)
@@ -141,12 +140,12 @@ def _update(step: int, groups: tuple[Group, ...]) -> Json:
 
 
 def _line(step: int, rollout: Rollout) -> str:
-    """A rollout without what training does not use."""
+    """Serialize a rollout without the fields that training does not use."""
     bare = replace(rollout, untrusted=(), exchanges=())
     return to_line(RecordedRollout(phase=step_phase(step), group=0, rollout=bare)).decode()
 
 
 def read_groups(body: Json) -> tuple[Group, ...]:
-    """The groups in the body of an `update` call."""
+    """Read the groups from the body of an `update` call."""
     groups = [tuple(from_line(line.encode()).rollout for line in lines) for lines in body["groups"]]
     return tuple(Group(task=rollouts[0].task, rollouts=rollouts) for rollouts in groups if rollouts)

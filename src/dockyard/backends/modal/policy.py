@@ -49,7 +49,6 @@ class LearnerHost:
         self._run_dir = scratch / "run"
         self._stack = AsyncExitStack()
         self._learner: LocalLearner | None = None
-        self._engine: Engine | None = None
         self._saved: tuple[str, Path] | None = None
         self._turn = asyncio.Lock()
 
@@ -90,7 +89,6 @@ class LearnerHost:
                     file.rename(folder / file.name)
         opening = open_embedded_learner(run, model_dir, logger.info)
         self._learner = learner = await self._stack.enter_async_context(opening)
-        self._engine = learner.engine
         await learner.publish()
         return learner
 
@@ -136,5 +134,6 @@ class LearnerHost:
         return self._learner
 
     def _opened_engine(self) -> Engine:
-        assert self._engine is not None, "`begin` is the first call of a run"
-        return self._engine
+        engine = self._opened_learner().engine
+        assert engine is not None, "an embedded learner has an engine"
+        return engine

@@ -19,6 +19,7 @@ from dockyard.rollout.environments import LOCAL
 from dockyard.run_dir.run import ResumedRun, RunPaths, read_purpose
 from dockyard.settings.load import load_run_config
 
+DOCKYARD = (sys.executable, "-m", "dockyard")
 _CHUNK_BYTES = 2**16
 
 
@@ -55,9 +56,6 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_WR)
 
 
-_DOCKYARD = (sys.executable, "-c", "import sys; from dockyard.cli import main; sys.exit(main())")
-
-
 class Tunnel(Protocol):
     """A port of this machine with a public URL."""
 
@@ -76,7 +74,7 @@ def train_in(folder: Path, words: Sequence[str], forward: Forward, *, resume: bo
     where = f"--resume={folder}" if resume else f"--run_dir={folder}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with gateway_settings(_has_remote_agents(folder, words, resume), forward) as settings:
-        command = [*_DOCKYARD, was.verb if was else "train", *words, where, *settings]
+        command = [*DOCKYARD, was.verb if was else "train", *words, where, *settings]
         code = subprocess.run(command, check=False).returncode
     if code < 0:
         raise RuntimeError(f"training was ended by signal {-code}")
@@ -99,7 +97,12 @@ def gateway_settings(needed: bool, forward: Forward) -> Generator[list[str]]:
     if not needed:
         yield []
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     with tcp_proxy(port) as public_port, forward(public_port) as tunnel:
         yield [f"--gateway.port={port}", f"--gateway.public_url={tunnel.url}"]
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from dockyard.backends.prime_rl.setting_support import setting_of
+from dockyard.collect.harbor_env_vars import QUIET
 from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import UsageError
 
 type Table = dict[str, Any]
 
 PLUGIN = "harbor_env"
+"""The module that verifiers imports."""
 RUN = "prime-rl"
 """Prime-RL's own folder inside the backend's folder."""
 CONTEXT_LENGTH = 32768
 """Used when the run sets none. Prime-RL's default is 2048, and it truncates longer sequences."""
-
-
-_ENVIRONMENT = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-"""Variables read by Harbor and its dependencies: no telemetry, no price list downloaded on import."""
 
 
 def rl_settings(config: RunConfig, folder: Path, outputs: Path) -> Table:
@@ -29,7 +27,7 @@ def rl_settings(config: RunConfig, folder: Path, outputs: Path) -> Table:
         "seq_len": config.engine.context_length or CONTEXT_LENGTH,
         "output_dir": str(outputs),
         "run": {"name": folder.name, "dir": RUN},
-        "env_vars": _ENVIRONMENT,
+        "env_vars": QUIET,
         "model": {"name": config.model.name},
         "deployment": {
             "num_train_gpus": config.prime_rl.num_train_gpus,

@@ -1,15 +1,14 @@
 """SLiME's command-line arguments. It silently accepts unknown ones, so a test compares these with its parser."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from dockyard.backends.slime.layout import Layout, MegatronArguments
 from dockyard.backends.slime.setting_support import setting_of
 from dockyard.config import RunConfig, TrainerConfig
 from dockyard.errors import UsageError
+from dockyard.run_dir.paths import RunPaths
 
 MODEL, REFERENCE = "$MODEL", "$REFERENCE"
 """Variables that the script sets: the model's folder, and the weights that the policy starts from."""
+CUSTOM_CONFIG = "dockyard.yaml"
 _HOOKS = "dockyard.backends.slime.hooks"
 _WITHOUT_EFFECT = {
     "--kl-coef": "SLiME's GRPO ignores its value; `grpo.kl_coef` is the KL penalty",
@@ -21,34 +20,16 @@ _WITHOUT_EFFECT = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Paths that SLiME reads and writes."""
-
-    folder: Path
-    """The backend's folder inside the run's folder."""
-    task_list: Path
-
-    @property
-    def checkpoints(self) -> str:
-        return str(self.folder / "checkpoints")
-
-    @property
-    def samples(self) -> str:
-        """The file of one step. SLiME fills in `rollout_id`."""
-        return str(self.folder / "samples" / "{rollout_id}.pt")
-
-
-def arguments(config: RunConfig, layout: Layout, places: Places) -> MegatronArguments:
+def arguments(config: RunConfig, layout: Layout, paths: RunPaths) -> MegatronArguments:
     """Return all arguments except the model's shape. No option occurs in two groups."""
     recorded = config.tasks.source == "recorded"
     groups = (
         _gpus(layout),
-        _checkpoints(config, places),
-        _hooks(config, places),
+        _checkpoints(config, paths),
+        _hooks(config, paths),
         _batches(config),
         {"--load-debug-rollout-data": str(config.tasks.dataset)} if recorded else _engines(config),
-        _evaluation(config, places) if is_evaluated(config) else {},
+        _evaluation(config, paths) if is_evaluated(config) else {},
         _loss(config),
         _optimizer(config.trainer, layout),
         _lora(config, layout) if config.slime.flavour == "miles" else {},
@@ -78,20 +59,21 @@ def _gpus(layout: Layout) -> MegatronArguments:
     }
 
 
-def _checkpoints(config: RunConfig, places: Places) -> MegatronArguments:
+def _checkpoints(config: RunConfig, paths: RunPaths) -> MegatronArguments:
     """A run without a checkpoint starts from the reference weights."""
+    checkpoints = str(paths.backend / "checkpoints")
     return {
         "--hf-checkpoint": MODEL,
         "--ref-load": REFERENCE,
-        "--load": places.checkpoints,
-        "--save": places.checkpoints,
+        "--load": checkpoints,
+        "--save": checkpoints,
         "--save-interval": str(config.trainer.save_every),
         "--seed": str(config.seed),
         "--rollout-seed": str(config.seed),
     }
 
 
-def _hooks(config: RunConfig, places: Places) -> MegatronArguments:
+def _hooks(config: RunConfig, paths: RunPaths) -> MegatronArguments:
     """With dynamic sampling SLiME's own loop calls Dockyard per rollout; otherwise Dockyard makes a step's rollouts."""
     mode = "generate_rollout_async" if config.rollout.max_staleness else "generate_rollout"
     dynamic: MegatronArguments = {
@@ -100,13 +82,14 @@ def _hooks(config: RunConfig, places: Places) -> MegatronArguments:
         "--rollout-sample-filter-path": f"{_HOOKS}.even_out",
         "--over-sampling-batch-size": str(2 * config.grpo.tasks_per_step),  # without spare groups none is dropped
     }
+    samples = str(paths.backend / "samples" / "{rollout_id}.pt")  # SLiME fills in the number of the step
     return {
-        "--custom-config-path": str(places.folder / "dockyard.yaml"),
+        "--custom-config-path": str(paths.backend / CUSTOM_CONFIG),
         "--data-source-path": f"{_HOOKS}.SlimeDataSource",
         **(dynamic if config.slime.dynamic_sampling else {"--rollout-function-path": f"{_HOOKS}.{mode}"}),
         "--eval-function-path": f"{_HOOKS}.generate_rollout",
         "--custom-reward-post-process-path": f"{_HOOKS}.reward_post_process",
-        **({"--save-debug-rollout-data": places.samples} if config.slime.save_rollouts else {}),
+        **({"--save-debug-rollout-data": samples} if config.slime.save_rollouts else {}),
     }
 
 
@@ -142,11 +125,11 @@ def is_evaluated(config: RunConfig) -> bool:
     return config.tasks.source != "recorded" and config.tasks.holds_out
 
 
-def _evaluation(config: RunConfig, places: Places) -> MegatronArguments:
+def _evaluation(config: RunConfig, paths: RunPaths) -> MegatronArguments:
     """Evaluate before the first step and after the last one, as `dockyard train` does."""
     return {
         "--eval-interval": str(config.eval.every or max(config.steps, 1)),
-        "--eval-prompt-data": ("heldout", str(places.task_list)),
+        "--eval-prompt-data": ("heldout", str(paths.task_list)),
         "--n-samples-per-eval-prompt": str(config.eval.samples),
         "--eval-temperature": str(config.sampling.eval_temperature),
     }

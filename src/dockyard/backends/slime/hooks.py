@@ -1,4 +1,4 @@
-"""The functions that SLiME, or its fork Miles, calls by dotted path.
+"""The functions and the data source that SLiME, or its fork Miles, uses by dotted path.
 
     --rollout-function-path            generate_rollout, or generate_rollout_async for `train_async.py`
     --custom-reward-post-process-path  reward_post_process, always
@@ -16,79 +16,35 @@ rollouts a reward of 0.
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from dockyard.backends.slime.classes import (
+from dockyard.backends.launch import read_task_list
+from dockyard.backends.slime.samples import (
     SampleEntry,
     SlimeSample,
     eval_output,
+    even,
     filter_output,
+    flat,
     is_batch_full,
+    new_sample,
+    rollout_samples,
+    step_samples,
     train_output,
 )
-from dockyard.backends.slime.samples import even, flat, rollout_samples, step_samples
-from dockyard.backends.slime.task_source import SlimeDataSource
-from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agreement, run_config
+from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agreement, run_config, run_folder
+from dockyard.collect.run_order import rollouts_in
 from dockyard.convert.samples import SampleNumbers, SampleStatus
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rl.advantage import std_advantage
 from dockyard.rl.statistics import rollout_metrics
-from dockyard.types import Group, Rollout
-
-
-@dataclass(slots=True)
-class ScoredGroup:
-    """The rollouts of a group that have a reward."""
-
-    rewards: dict[int, float] = field(default_factory=dict[int, float])
-    """By rollout id."""
-
-    @property
-    def comparable(self) -> bool:
-        return len(self.rewards) > 1
-
-    @property
-    def differs(self) -> bool:
-        return len(set(self.rewards.values())) > 1
-
-    def advantages(self) -> dict[int, float]:
-        """Return the advantages by rollout id."""
-        return dict(zip(self.rewards, std_advantage([*self.rewards.values()], ()), strict=True))
-
-
-def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, ScoredGroup]:
-    """Return the rewards by group. Samples marked for removal belong to lost rollouts."""
-    groups: dict[int | None, ScoredGroup] = {}
-    for place, sample in enumerate(samples):
-        group = groups.setdefault(sample.group_index, ScoredGroup())
-        if sample.remove_sample or sample.reward is None:
-            continue
-        reward, rollout = float(sample.reward), rollout_of(sample, place)
-        if group.rewards.setdefault(rollout, reward) != reward:
-            raise DockyardError(
-                f"the samples of rollout {rollout} have the rewards {group.rewards[rollout]} and {reward}",
-                hint="all samples of a rollout carry its reward; does a hook of yours change them?",
-            )
-    return groups
-
-
-def rollout_of(sample: SlimeSample, place: int) -> int:
-    """Return the rollout of a sample. A sample without one is its own rollout, with a unique negative number."""
-    return -1 - place if sample.rollout_id is None else sample.rollout_id
-
-
-__all__ = [
-    "SlimeDataSource",
-    "even_out",
-    "generate",
-    "generate_rollout",
-    "generate_rollout_async",
-    "keep_informative",
-    "reward_post_process",
-]
+from dockyard.run_dir.durable import write_atomically
+from dockyard.tasks.order import due
+from dockyard.types import Rollout
 
 _WATCH_S = 1.0
 _workers: dict[WorkerKey, RolloutWorker] = {}
@@ -126,7 +82,7 @@ def _collect(args: Any, step: int, *, ahead: int) -> Any:
         raise UsageError("SLiME's filters have no effect beside this `--rollout-function-path`", hint=hint)
     worker = worker_of(args)
     groups = worker.collect(step, ahead=ahead)
-    metrics = rollout_metrics(_rollouts(groups))
+    metrics = rollout_metrics(rollouts_in(groups))
     worker.run.record_metrics(step, metrics)
     return train_output(even(step_samples(groups, step, worker.config, worker.renderer)), metrics)
 
@@ -134,7 +90,7 @@ def _collect(args: Any, step: int, *, ahead: int) -> Any:
 def _evaluate(args: Any, rollout_id: int) -> Any:
     """Count each rollout once, and lost rollouts not at all."""
     worker = worker_of(args)
-    rollouts = [rollout for rollout in _rollouts(worker.evaluate(rollout_id)) if rollout.reward is not None]
+    rollouts = [rollout for rollout in rollouts_in(worker.evaluate(rollout_id)) if rollout.reward is not None]
     if not rollouts:
         raise DockyardError("every rollout of the evaluation was lost", hint="`dockyard doctor` checks this machine")
     numbers = SampleNumbers()
@@ -147,10 +103,6 @@ def _evaluate(args: Any, rollout_id: int) -> Any:
         "samples": samples,
     }
     return eval_output({"heldout": data}, {f"eval/{name}": value for name, value in rollout_metrics(rollouts).items()})
-
-
-def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 async def generate(
@@ -200,9 +152,10 @@ def even_out(args: Any, groups: list[list[SampleEntry]]) -> None:
 
 def keep_informative(args: Any, samples: list[SampleEntry], **kwargs: Any) -> Any:
     """Keep groups with different rewards; drop others as long as there are groups to replace them."""
-    [group] = scored_groups(flat(samples)).values()
-    reward = next(iter(group.rewards.values()), None)
-    return filter_output(keep=group.differs, reason=None if group.differs else f"all_{reward}")
+    [rewards] = scored_groups(flat(samples)).values()
+    if len(set(rewards.values())) > 1:
+        return filter_output(keep=True, reason=None)
+    return filter_output(keep=False, reason=f"all_{next(iter(rewards.values()), None)}")
 
 
 def reward_post_process(args: Any, samples: list[SlimeSample]) -> tuple[list[float], list[float]]:
@@ -211,10 +164,107 @@ def reward_post_process(args: Any, samples: list[SlimeSample]) -> tuple[list[flo
     A rollout without others to compare it with trains nothing, not even through the KL penalty.
     """
     groups = scored_groups(samples)
-    advantages = {index: group.advantages() for index, group in groups.items()}
+    advantages = {
+        index: dict(zip(rewards, std_advantage([*rewards.values()], ()), strict=True))
+        for index, rewards in groups.items()
+    }
     for sample in samples:
-        sample.remove_sample = sample.remove_sample or not groups[sample.group_index].comparable
+        sample.remove_sample = sample.remove_sample or len(groups[sample.group_index]) < 2
     return (
         [float(sample.reward or 0.0) for sample in samples],
         [advantages[sample.group_index].get(rollout_of(sample, place), 0.0) for place, sample in enumerate(samples)],
     )
+
+
+def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, dict[int, float]]:
+    """Return the rewards by group and rollout id. Samples marked for removal belong to lost rollouts."""
+    groups: dict[int | None, dict[int, float]] = {}
+    for place, sample in enumerate(samples):
+        rewards = groups.setdefault(sample.group_index, {})
+        if sample.remove_sample or sample.reward is None:
+            continue
+        reward, rollout = float(sample.reward), rollout_of(sample, place)
+        if rewards.setdefault(rollout, reward) != reward:
+            raise DockyardError(
+                f"the samples of rollout {rollout} have the rewards {rewards[rollout]} and {reward}",
+                hint="all samples of a rollout carry its reward; does a hook of yours change them?",
+            )
+    return groups
+
+
+def rollout_of(sample: SlimeSample, place: int) -> int:
+    """Return the rollout of a sample. A sample without one is its own rollout, with a unique negative number."""
+    return -1 - place if sample.rollout_id is None else sample.rollout_id
+
+
+class SlimeDataSource:
+    """The class for `--data-source-path`: the run's training tasks in order, repeated without end.
+
+    The number of a group determines its task, and the position survives a resume.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._config = run_config(args)
+        self._tasks = read_task_list(run_folder(args)).train
+        self._next = 0
+        self._returned: list[int] = []
+        """Groups that SLiME returned unused. They are used first."""
+        self._step_start = self._position()
+        """The position at the start of the last step."""
+
+    def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
+        """Return this number of groups of pending samples. SLiME's loop calls it once per step."""
+        self._step_start = self._position()
+        again, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+        first, self._next = self._next, self._next + num_samples - len(again)
+        return [self._group(number) for number in (*again, *range(first, self._next))]
+
+    def add_samples(self, samples: Sequence[Sequence[SampleEntry]]) -> None:
+        """Take back unused groups. `get_samples` returns them again, without what was made of them."""
+        self._returned += [group[0].group_index or 0 for group in map(flat, samples)]
+
+    def save(self, rollout_id: int) -> None:
+        """Save the position for a run resumed after this step. `train_async.py` has already started the next step."""
+        has_started_next = self._config.rollout.max_staleness > 0 and rollout_id + 1 < self._args.num_rollout
+        file = _position_file(self._args.save, rollout_id)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(self._step_start if has_started_next else self._position()).encode())
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the position after this step. Does nothing before the first."""
+        if rollout_id is None or rollout_id < 0:
+            return
+        file = _position_file(self._args.load, rollout_id)
+        try:
+            place = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            hint = "resume from a checkpoint of `dockyard backend slime`; without this file the tasks would start over"
+            raise DockyardError(f"`{file}` does not exist", hint=hint) from None
+        self._next, self._returned = place["next"], place["returned"]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _position(self) -> dict[str, Any]:
+        return {"next": self._next, "returned": [*self._returned]}
+
+    def _group(self, number: int) -> list[SlimeSample]:
+        size = self._config.grpo.group_size
+        [task] = due(self._tasks, number, 1, self._config.seed, kind_of=lambda task: task.kind)
+        rows = (
+            {
+                "group_index": number,
+                "index": number * size + attempt,
+                "prompt": task.name,
+                "label": task.name,
+                "status": "pending",
+                "metadata": {"task": task.name, "attempt": attempt},
+            }
+            for attempt in range(size)
+        )
+        return [new_sample(row) for row in rows]
+
+
+def _position_file(folder: str, rollout_id: int) -> Path:
+    return Path(folder, "rollout", f"dockyard_tasks_{rollout_id}.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dockyard.backends.launch import BackendLaunch, Support
-from dockyard.backends.slime.arguments import Places, arguments, check_more, is_evaluated
+from dockyard.backends.slime.arguments import CUSTOM_CONFIG, arguments, check_more, is_evaluated
 from dockyard.backends.slime.layout import Layout, ParallelSplit, lay_out, read_shape, shape_arguments, usual_split
 from dockyard.backends.slime.script import HELD, Script, custom_config
 from dockyard.backends.slime.setting_support import support
@@ -119,7 +119,7 @@ def notes(config: RunConfig, layout: Layout, split: ParallelSplit) -> list[str]:
     return lines
 
 
-_SCRIPT, _CUSTOM = "train.sh", "dockyard.yaml"
+_SCRIPT = "train.sh"
 _PLACE = "{rollout_id}"
 _LARGE_B = 16.0
 """Models with more billions of weights than this are converted by all GPUs of a machine."""
@@ -144,8 +144,8 @@ class _Slime:
         model_arguments = shape_arguments(shape)
         layout = lay_out(config, split := usual_split(shape))
         config = _with_context(config, shape["max_position_embeddings"])
-        backend = RunPaths(folder).backend
-        ours = arguments(config, layout, Places(folder=backend, task_list=RunPaths(folder).task_list))
+        paths = RunPaths(folder)
+        ours = arguments(config, layout, paths)
         check_more(slime.args, ours | model_arguments)
         script = Script(
             slime=slime,
@@ -153,17 +153,15 @@ class _Slime:
             model=str(_local(config)) if _local(config).is_dir() else config.model.name,
             shape=model_arguments,
             arguments=ours,
-            more=slime.args,
-            run=folder,
-            folder=backend,
+            paths=paths,
             converted=_converted(config),
             num_converting=min(slime.num_gpus, slime.gpus_per_node) if split.num_params_b > _LARGE_B else 1,
             is_async=config.rollout.max_staleness > 0,
             num_nodes=layout.nodes,
         )
         return BackendLaunch(
-            command=("bash", str(backend / _SCRIPT)),
-            files={_SCRIPT: script.text(), _CUSTOM: custom_config(folder)},
+            command=("bash", str(paths.backend / _SCRIPT)),
+            files={_SCRIPT: script.text(), CUSTOM_CONFIG: custom_config(folder)},
             environment={HELD: "1"},
             notes=tuple(notes(config, layout, split)),
         )

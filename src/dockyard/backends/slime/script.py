@@ -23,10 +23,7 @@ class Script:
     model: str
     shape: MegatronArguments
     arguments: MegatronArguments
-    more: tuple[str, ...]
-    run: Path
-    folder: Path
-    """The backend's folder inside the run's folder."""
+    paths: RunPaths
     converted: Path | None
     """Folder of the base model in Megatron's format. None: it is read without conversion."""
     num_converting: int
@@ -35,8 +32,8 @@ class Script:
     num_nodes: int
 
     def text(self) -> str:
-        parts = (self._head(), self._environment(), self._hold(), self._find_model(), self._train())
-        return "\n".join(parts)
+        """Return the whole script."""
+        return "\n".join((self._head(), self._environment(), self._hold(), self._find_model(), self._train()))
 
     def _head(self) -> str:
         return (
@@ -63,16 +60,16 @@ class Script:
         )
 
     def _hold(self) -> str:
-        lock = shlex.quote(str(RunPaths(self.run).lock))
+        lock = shlex.quote(str(self.paths.lock))
         return (
             f'if [ -z "${{{HELD}:-}}" ]; then\n'
             f"  exec 9<>{lock}\n"
-            f'  flock --nonblock 9 || {{ echo "error: another process holds {self.run}" >&2; exit 1; }}\n'
+            f'  flock --nonblock 9 || {{ echo "error: another process holds {self.paths.root}" >&2; exit 1; }}\n'
             "fi\n"
         )
 
     def _find_model(self) -> str:
-        python, links = shlex.quote(self.slime.python), shlex.quote(str(self.folder / "model"))
+        python, links = shlex.quote(self.slime.python), shlex.quote(str(self.paths.backend / "model"))
         find = f"MODEL=$({python} -m dockyard.backends.slime.model_folder {shlex.quote(self.model)} {links})\n"
         shape = f"SHAPE=(\n{_lines(self.shape)}\n)\n"
         if self.converted is None:
@@ -100,7 +97,7 @@ class Script:
 
     def _train(self) -> str:
         main = "train_async.py" if self.is_async else "train.py"
-        more = "".join(f"  {shlex.quote(word)}\n" for word in self.more)
+        more = "".join(f"  {shlex.quote(word)}\n" for word in self.slime.args)
         return (
             f"ARGUMENTS=(\n{_lines(self.arguments)}\n{more})\n"
             f"cd {shlex.quote(str(self.checkout))}\n"

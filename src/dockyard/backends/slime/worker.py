@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from dockyard.backends.launch import read_task_list
-from dockyard.backends.slime.classes import adapter_name
+from dockyard.backends.slime.samples import adapter_name
 from dockyard.collect.harbor_env_vars import hush
 from dockyard.collect.open import open_pool
+from dockyard.collect.run_order import order_of
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.open import open_router
@@ -30,6 +31,10 @@ from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, RunPaths, eval_phase, s
 from dockyard.settings.load import load_run_config
 from dockyard.tasks.order import due
 from dockyard.types import Group, Rollout, Task
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 60.0
 
 
 def run_folder(args: Any) -> Path:
@@ -85,11 +90,6 @@ class WorkerKey:
             num_steps=args.num_rollout,
             adapter=adapter_name(args),
         )
-
-
-logger = logging.getLogger(__name__)
-
-_CLOSE_S = 60.0
 
 
 class RolloutWorker:
@@ -203,28 +203,14 @@ class RolloutWorker:
             kind_of=lambda task: task.kind,
             by_pass=config.counts_passes,
         )
-        return Order(
-            phase=step_phase(step),
-            tasks=tasks,
-            group_size=config.grpo.group_size,
-            temperature=config.sampling.temperature,
-            seed=config.seed,
-            stream=step_phase(step),
-        )
+        return order_of(config, step_phase(step), tasks, config.grpo.group_size, retry_lost=False)
 
     def _eval_order(self, num_updates: int) -> Order:
         if not self._tasks.heldout:
             hint = "set `--tasks.heldout DIR`, or remove `--eval-interval`, without which SLiME does not evaluate"
             raise DockyardError("the run has no held-out tasks to evaluate", hint=hint)
-        return Order(
-            phase=eval_phase(num_updates),
-            tasks=self._tasks.heldout,
-            group_size=self.config.eval.samples,
-            temperature=self.config.sampling.eval_temperature,
-            seed=self.config.seed,
-            stream=eval_phase(num_updates),
-            retry_lost=True,
-        )
+        phase, temperature = eval_phase(num_updates), self.config.sampling.eval_temperature
+        return order_of(self.config, phase, self._tasks.heldout, self.config.eval.samples, temperature=temperature)
 
     def _task_named(self, name: str) -> Task:
         tasks = [*self._tasks.train, *self._tasks.heldout]

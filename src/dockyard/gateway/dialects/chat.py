@@ -5,17 +5,17 @@ Sampling parameters are not read here on purpose: the trainer sets the sampling.
 
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dockyard.chat_format import chat_calls, parse_arguments
+from dockyard.chat_format import chat_message, parse_arguments
 from dockyard.gateway.protocol import (
     AdvertisedModel,
     ModelReply,
     RefusedError,
+    asks_for_structure,
     dump,
     function_tool,
     invalid,
@@ -95,8 +95,7 @@ class ChatRequest:
     served: AdvertisedModel
 
     def body(self, reply: ModelReply) -> Json:
-        message = {"role": ASSISTANT, "content": reply.message.text or None, **_extras(reply.message)}
-        choice = {"index": 0, "message": message, "finish_reason": _finish(reply), **self._tokens(reply)}
+        choice = {"index": 0, "message": _answer(reply), "finish_reason": _finish(reply), **self._tokens(reply)}
         return self._object("chat.completion", reply, choices=[choice], usage=_usage(reply))
 
     def begin(self, reply: ModelReply | None = None) -> bytes:
@@ -104,10 +103,9 @@ class ChatRequest:
 
     def events(self, reply: ModelReply) -> bytes:
         """The whole reply as a stream: the message, the finish reason, the usage."""
-        extras = _extras(reply.message)
-        for index, call in enumerate(extras.get("tool_calls", ())):
+        delta = _answer(reply)
+        for index, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = index
-        delta = {"role": ASSISTANT, "content": reply.message.text or None, **extras}
         first = {"index": 0, "delta": delta, "finish_reason": None}
         last: Json = {"index": 0, "delta": {}, "finish_reason": _finish(reply)}
         chunks = [
@@ -182,14 +180,9 @@ def _finish(reply: ModelReply) -> str:
     return "tool_calls" if reply.message.calls and finish == "stop" else finish
 
 
-def _extras(message: Message) -> Json:
-    """The optional fields of a message: reasoning and tool calls."""
-    extras: Json = {}
-    if message.reasoning:
-        extras["reasoning_content"] = message.reasoning
-    if message.calls:
-        extras["tool_calls"] = chat_calls(message)
-    return extras
+def _answer(reply: ModelReply) -> Json:
+    """The reply's message. Its content is null, not empty, if there is no text."""
+    return {**chat_message(reply.message), "content": reply.message.text or None}
 
 
 def _usage(reply: ModelReply) -> dict[str, int]:
@@ -214,11 +207,10 @@ def _refuse_unsupported(wire: _Body) -> None:
 def _prompt(wire: _Body) -> Prompt:
     messages = [_message(index, message) for index, message in enumerate(wire.messages)]
     tools = [tool.function for tool in wire.tools or () if tool.function]
-    structured = wire.response_format is not None and wire.response_format.get("type") not in (None, "text")
     return Prompt(
         one_system(messages),
         tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in tools),
-        auxiliary=structured and not tools,
+        auxiliary=asks_for_structure(wire.response_format) and not tools,
     )
 
 
@@ -227,19 +219,17 @@ def _message(index: int, wire: _Message) -> Message:
     match wire.role:
         case "assistant":
             reasoning = wire.reasoning_content or wire.reasoning or ""
-            return Message(ASSISTANT, text, reasoning, _calls(wire.tool_calls or ()))
+            return Message(ASSISTANT, text, reasoning, tuple(map(_call, wire.tool_calls or ())))
         case "tool" | "function":
             return Message("tool", text, call_id=wire.tool_call_id or "")
         case role:
             return Message("system" if role == "developer" else role, text)
 
 
-def _calls(wire: Sequence[_ToolCall]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(call.id, call.function.name, _arguments(call.function.arguments)) for call in wire)
-
-
-def _arguments(arguments: str | Json | None) -> Json:
-    return arguments if isinstance(arguments, dict) else parse_arguments(arguments or "")
+def _call(wire: _ToolCall) -> ToolCall:
+    arguments = wire.function.arguments
+    values = arguments if isinstance(arguments, dict) else parse_arguments(arguments or "")
+    return ToolCall(wire.id, wire.function.name, values)
 
 
 def _flatten(index: int, message: _Message) -> str:

@@ -25,14 +25,10 @@ from dockyard.gateway.protocol import (
     function_tool,
     invalid,
     one_system,
+    text_part,
     validate,
 )
 from dockyard.types import ASSISTANT, Json, Message, Prompt, ToolCall
-
-
-def _as_blocks(content: object) -> object:
-    """Agents send the same text as a string or as a list of blocks."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _Text(BaseModel):
@@ -65,10 +61,10 @@ class _ResultBlock(BaseModel):
 class _ToolResult(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[_ResultBlock] | None, BeforeValidator(_as_blocks)] = None
+    content: Annotated[list[_ResultBlock] | None, BeforeValidator(text_part)] = None
 
 
-type _Content[Block] = Annotated[list[Block], BeforeValidator(_as_blocks)]
+type _Content[Block] = Annotated[list[Block], BeforeValidator(text_part)]
 type _UserBlock = Annotated[_Text | _ToolResult, Field(discriminator="type")]
 type _AssistantBlock = Annotated[_Text | _Thinking | _RedactedThinking | _ToolUse, Field(discriminator="type")]
 

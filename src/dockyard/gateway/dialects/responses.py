@@ -20,11 +20,13 @@ from dockyard.gateway.protocol import (
     ModelReply,
     RefusedError,
     TokenFields,
+    asks_for_structure,
     event,
     function_tool,
     invalid,
     one_system,
     openai_error,
+    text_part,
     validate,
 )
 from dockyard.types import ASSISTANT, Json, Message, Prompt, ToolCall
@@ -108,10 +110,6 @@ def _text_function(name: str, tool: WireTool) -> Json:
     return function_tool(name, description, parameters)
 
 
-def _as_parts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class _Text(BaseModel):
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -122,7 +120,7 @@ class _OutputPart(BaseModel):
     text: str | None = None
 
 
-type _Parts[Part] = Annotated[list[Part], BeforeValidator(_as_parts)]
+type _Parts[Part] = Annotated[list[Part], BeforeValidator(text_part)]
 
 
 class _Message(BaseModel):
@@ -322,8 +320,7 @@ def _prompt(wire: _Body, tools: Sequence[Json]) -> Prompt:
             turn = messages.pop()
             message = replace(turn, text=turn.text + message.text, calls=turn.calls + message.calls)
         messages.append(message)
-    form = wire.text.format if wire.text else None
-    structured = form is not None and form.get("type") not in (None, "text")
+    structured = asks_for_structure(wire.text.format if wire.text else None)
     return Prompt(one_system(messages), tuple(tools), auxiliary=structured and not tools)
 
 

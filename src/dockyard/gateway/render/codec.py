@@ -8,7 +8,7 @@ without the fragment, and both renderings must contain the same control tokens.
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -46,16 +46,16 @@ class Codec:
         """Text that takes the place of something else while the template runs."""
         return f"\ue000{self._nonce}:{name}\ue001"
 
-    def spells_control(self, text: str) -> bool:
-        """Whether this text would become a control token if it were encoded as it is."""
-        return self.shield(text) != text
-
     def shield(self, text: str) -> str:
         """Replace each spelled control token by a placeholder."""
         normalizer = self._full.normalizer if self._normalises else None
         if normalizer is not None and self._control.search(normal := normalizer.normalize_str(text)):
             text = normal  # some tokenizers find control tokens only after normalising
         return self._control.sub(lambda match: self.placeholder(str(self.control_ids[match[0]])), text)
+
+    def shield_all[T](self, value: T) -> T:
+        """Shield every text inside a JSON value."""
+        return _map_text(value, self.shield, self.shield)
 
     def encode(self, text: str) -> IntArray:
         """Encode rendered text. Placeholders become the text that they replace, in ordinary tokens."""
@@ -158,8 +158,21 @@ def without_fragments(prompt: Prompt, codec: Codec) -> Prompt | None:
     """The prompt with fragments of control tokens replaced by harmless words; None if it has no fragments."""
     replacer = _FragmentReplacer(codec)
     messages = tuple(replacer.message(message) for message in prompt.messages)
-    tools = tuple(cast("Json", replacer.json(tool)) for tool in prompt.tools)
+    tools = _map_text(prompt.tools, replacer.text, replacer.name)
     return replace(prompt, messages=messages, tools=tools) if replacer.num_changed else None
+
+
+def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+    """Change every text inside a JSON value, and the keys of its objects."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        items = cast("Json", value).items()
+        return {change_key(key): _map_text(item, change, change_key) for key, item in items}
+    if isinstance(value, list | tuple):
+        inner = [_map_text(item, change, change_key) for item in cast("list[Any]", value)]
+        return inner if isinstance(value, list) else tuple(inner)
+    return value
 
 
 class _FragmentReplacer:
@@ -180,19 +193,9 @@ class _FragmentReplacer:
         self.num_changed += 1
         return f"x{self.num_changed}"
 
-    def json(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, dict):
-            items = cast("Json", value).items()
-            return {self.name(key): self.json(item) for key, item in items}
-        if isinstance(value, list | tuple):
-            return [self.json(item) for item in cast("list[Any]", value)]
-        return value
-
     def message(self, message: Message) -> Message:
         calls = tuple(
-            ToolCall(call.id, self.name(call.name), {self.name(k): self.json(v) for k, v in call.arguments.items()})
+            ToolCall(call.id, self.name(call.name), _map_text(call.arguments, self.text, self.name))
             for call in message.calls
         )
         return replace(message, text=self.text(message.text), reasoning=self.text(message.reasoning), calls=calls)

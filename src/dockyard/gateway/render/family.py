@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from threading import Lock
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
 from dockyard.gateway.render.codec import Codec
-from dockyard.gateway.render.splice import TemplateRenderer, template_message
+from dockyard.gateway.render.splice import PROBE_CALL, PROBE_TOOL, TemplateRenderer, template_messages
 from dockyard.gateway.render.template import TemplateRejectionError
 from dockyard.types import ASSISTANT, IntArray, Json, Message, Prompt, ToolCall
 
@@ -70,7 +70,7 @@ class Family:
 
     def prompt(self, prompt: Prompt) -> IntArray | None:
         """The ids of a whole history; None if a text spells a control token, which the package would not escape."""
-        messages = _wire(prompt.messages)
+        messages = template_messages(prompt.messages)
         if self._spells_control(messages) or self._spells_control(prompt.tools):
             return None
         ids = self._try(
@@ -86,7 +86,7 @@ class Family:
         tools: Sequence[Json],
     ) -> IntArray | None:
         """The ids that follow `prefix` (prompt and sampled ids), including the end of the turn if it is still open."""
-        messages = _wire([Message(ASSISTANT, "", calls=tuple(calls)), *new])[1:]
+        messages = template_messages([Message(ASSISTANT, "", calls=tuple(calls)), *new])[1:]
         if self._spells_control(messages):
             return None
         before, sampled = self._tail(prefix[0]), prefix[1].tolist()
@@ -126,12 +126,9 @@ class Family:
                 log.debug("renderers' `%s` failed: %s: %s", self.name, type(error).__name__, error)
                 return None
 
-    def _spells_control(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return self._codec.spells_control(value)
-        if isinstance(value, dict):
-            return any(self._spells_control(part) for item in cast("Json", value).items() for part in item)
-        return isinstance(value, list | tuple) and any(map(self._spells_control, cast("list[Any]", value)))
+    def _spells_control(self, value: object) -> bool:
+        """Whether a text inside this value would become a control token if it were encoded as it is."""
+        return self._codec.shield_all(value) != value
 
 
 def _candidates(tokenizer: PlainTokenizer) -> Iterator[tuple[str, Any]]:
@@ -159,28 +156,15 @@ def _configured(kind: Any) -> Any:
     return kind(**settings)
 
 
-def _wire(messages: Sequence[Message]) -> list[Json]:
-    names = {call.id: call.name for message in messages for call in message.calls}
-    return [template_message(message, names) for message in messages]
-
-
-_PROBE_TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "read_file",
-        "description": "Reads a file.",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-    },
-}
 _SYSTEM = Message("system", "You work in a shell.")
-_CALLING = Message(ASSISTANT, "I look.", calls=(ToolCall("call_0", "read_file", {"path": "a.txt"}),))
+_CALLING = Message(ASSISTANT, "I look.", calls=(PROBE_CALL,))
 _RESULT = Message("tool", "one\ntwo", call_id="call_0")
 _PROBES = (
     Prompt((_SYSTEM, Message("user", "What is in a.txt?"))),
-    Prompt((_SYSTEM, Message("user", "What is in a.txt?")), (_PROBE_TOOL,)),
-    Prompt((_SYSTEM, Message("user", "What is in a.txt?"), _CALLING, _RESULT), (_PROBE_TOOL,)),
+    Prompt((_SYSTEM, Message("user", "What is in a.txt?")), (PROBE_TOOL,)),
+    Prompt((_SYSTEM, Message("user", "What is in a.txt?"), _CALLING, _RESULT), (PROBE_TOOL,)),
     Prompt(
         (_SYSTEM, Message("user", "Go."), _CALLING, _RESULT, Message(ASSISTANT, "Two."), Message("user", "And b?")),
-        (_PROBE_TOOL,),
+        (PROBE_TOOL,),
     ),
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from dockyard.chat_format import strict_object
+from dockyard.chat_format import replace_surrogates, strict_object
 from dockyard.gateway.render.codec import Codec
 from dockyard.gateway.render.family import Family, PlainTokenizer
 from dockyard.gateway.render.splice import CallFormat, TemplateRenderer, plain_messages
@@ -33,21 +33,15 @@ type Parser = Callable[[IntArray, IntArray, Sequence[Json]], Any]
 class ReplyParser:
     """Parses the replies of one model."""
 
-    def __init__(self, codec: Codec, parse: Parser | None, stop_ids: frozenset[int]) -> None:
+    def __init__(self, codec: Codec, family: Family | None, call_format: CallFormat, stop_ids: frozenset[int]) -> None:
         self._codec = codec
-        self._parse = parse
+        self._parse = family.parse if family else _format_parser(codec, call_format, stop_ids)
         self._stop_ids = stop_ids
-
-    @classmethod
-    def of(
-        cls, codec: Codec, family: Family | None, call_format: CallFormat, stop_ids: frozenset[int]
-    ) -> "ReplyParser":
-        return cls(codec, family.parse if family else _format_parser(codec, call_format, stop_ids), stop_ids)
 
     def message(self, sampled_ids: IntArray, prompt_ids: IntArray, tools: Sequence[Json]) -> Message:
         """Parse a reply for the agent. This never raises, whatever the policy sampled."""
         ids = sampled_ids.tolist()
-        text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stop_ids else ids)
+        text = self._codec.decode(_unstopped(ids, self._stop_ids))
         if self._parse is None:
             return _plain_text_calls(text) if tools else Message(ASSISTANT, text)
         try:
@@ -76,8 +70,7 @@ def _tool_call(name: object, arguments: object, native_id: str | None = None) ->
     values = strict_object(arguments)
     if not isinstance(name, str) or not name or values is None:
         return None
-    name = name.encode(errors="replace").decode()
-    return ToolCall(native_id or f"call_{secrets.token_hex(16)}", name, values)
+    return ToolCall(native_id or f"call_{secrets.token_hex(16)}", replace_surrogates(name), values)
 
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -113,7 +106,7 @@ def _format_parser(codec: Codec, call_format: CallFormat, stop_ids: frozenset[in
     if call_format is CallFormat.HERMES:
         generic = DefaultRenderer(tokenizer, DefaultRendererConfig(tool_parser="qwen3", reasoning_parser="think"))
         return lambda sampled, prompt, tools: generic.parse_response(
-            _unstopped(sampled, stop_ids), prompt_ids=prompt.tolist()
+            _unstopped(sampled.tolist(), stop_ids), prompt_ids=prompt.tolist()
         )
     think, think_end = codec.token_id("<think>"), codec.token_id("</think>")
     return lambda sampled, prompt, tools: parse_qwen35(
@@ -128,8 +121,7 @@ def _format_parser(codec: Codec, call_format: CallFormat, stop_ids: frozenset[in
     )
 
 
-def _unstopped(sampled: IntArray, stop_ids: frozenset[int]) -> list[int]:
-    ids = sampled.tolist()
+def _unstopped(ids: list[int], stop_ids: frozenset[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 

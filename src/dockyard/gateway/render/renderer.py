@@ -16,7 +16,7 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.render.codec import Codec, without_fragments
 from dockyard.gateway.render.family import Family
 from dockyard.gateway.render.parse import ReplyParser, ReplyWriter
-from dockyard.gateway.render.splice import CallFormat, TemplateRenderer
+from dockyard.gateway.render.splice import TemplateRenderer
 from dockyard.gateway.render.template import (
     ChatTemplate,
     TemplateRejectionError,
@@ -48,7 +48,7 @@ class Renderer:
         self._family = family
         family_ids = family.stop_ids if family else frozenset[int]()
         self.stop_ids = eos | frozenset(template.close_ids[-1:]) | family_ids
-        self._replies = ReplyParser.of(codec, family, template.call_format, self.stop_ids)
+        self._replies = ReplyParser(codec, family, template.call_format, self.stop_ids)
         self._writer = ReplyWriter(codec, template, self.stop_ids)
 
     @classmethod
@@ -166,7 +166,7 @@ class Renderer:
 
     def transcript(self, rollout: Rollout) -> str:
         """The decoded segments of a rollout with their control tokens, one after the other."""
-        return "\n\n".join(self._codec.decode(segment.token_ids.tolist()) for segment in rollout.segments)
+        return "\n\n".join(self.text(segment.token_ids) for segment in rollout.segments)
 
     @property
     def max_ids(self) -> int:
@@ -179,10 +179,3 @@ class Renderer:
 
     def token_text(self, token_id: int) -> str:
         return self._codec.decode([token_id])
-
-    def text_ids(self, text: str) -> IntArray:
-        """Encode plain text, for comparing tokenizers."""
-        return self._codec.encode(self._codec.shield(text))
-
-
-__all__ = ["CallFormat", "Renderer", "Rendering"]

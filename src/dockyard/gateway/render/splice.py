@@ -10,10 +10,9 @@ tags. `docs/concepts/gateway.md` shows an example.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, cast
 
 import numpy as np
 
@@ -39,7 +38,8 @@ def without_tools(prompt: Prompt) -> Prompt:
     """The same prompt without tools and tool calls, which become text."""
     messages = plain_messages(prompt.messages)
     if prompt.tools:
-        text = _TOOLS.format(tools="\n".join(map(_line, prompt.tools)))
+        listed = (json.dumps(tool["function"], ensure_ascii=False) for tool in prompt.tools)
+        text = _TOOLS.format(tools="\n".join(listed))
         system = f"{prompt.system}\n\n{text}" if prompt.system else text
         messages = [Message("system", system), *messages[1 if messages[0].role == "system" else 0 :]]
     return replace(prompt, messages=tuple(messages), tools=())
@@ -64,16 +64,9 @@ def _answered(results: list[str]) -> list[Message]:
 
 
 def _spoken(message: Message) -> Message:
-    calls = [f"<tool_call>\n{_call_json(call)}\n</tool_call>" for call in message.calls]
-    return Message(ASSISTANT, "\n".join([message.text, *calls] if message.text else calls), message.reasoning)
-
-
-def _call_json(call: ToolCall) -> str:
-    return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-
-
-def _line(tool: Json) -> str:
-    return json.dumps(tool["function"], ensure_ascii=False)
+    calls = ({"name": call.name, "arguments": call.arguments} for call in message.calls)
+    texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return Message(ASSISTANT, "\n".join([message.text, *texts] if message.text else texts), message.reasoning)
 
 
 class CallFormat(StrEnum):
@@ -104,15 +97,15 @@ class _PlaceholderTurn:
     """Slower: the tools are rendered each time and then cut away."""
 
 
-_TOOL: Json = {
+PROBE_TOOL: Json = {
     "type": "function",
     "function": {
         "name": "probe_tool",
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
-_CALL = ToolCall("call_0", "probe_tool", {"key": "value"})
+PROBE_CALL = ToolCall("call_0", "probe_tool", {"key": "value"})
 _USER = Message("user", ".")
 
 
@@ -145,7 +138,7 @@ class TemplateRenderer:
         if self._default_system is not None and messages[0].role != "system":
             # Added here, because the template may leave it out in another rendering of the same history.
             messages = (Message("system", self._default_system), *messages)
-        return self._template.render(self._wire(messages), self._shield(tools), prompt=prompt)
+        return self._render(messages, tools, prompt=prompt)
 
     def shown_tools(self, tools: Sequence[Json]) -> Sequence[Json]:
         """The tools that must be passed to render a single turn correctly."""
@@ -204,18 +197,15 @@ class TemplateRenderer:
     def _after(self, messages: Sequence[Message], tools: Sequence[Json] = (), *, prompt: bool = False) -> str | None:
         """What the template prints after the placeholder; None if it raises or does not print the placeholder once."""
         try:
-            parts = self._template.render(self._wire(messages), self._shield(tools), prompt=prompt).split(self._turn)
+            parts = self._render(messages, tools, prompt=prompt).split(self._turn)
         except TemplateRejectionError:
             return None
         return parts[1] if len(parts) == 2 else None
 
-    def _wire(self, messages: Sequence[Message]) -> list[Json]:
-        names = {call.id: call.name for message in messages for call in message.calls}
-        return self._shield([template_message(message, names) for message in messages])
-
-    def _shield[T](self, value: T) -> T:
-        """Shield all texts inside a value, so that none of them becomes a control token."""
-        return _map_text(value, self._codec.shield)
+    def _render(self, messages: Sequence[Message], tools: Sequence[Json] = (), *, prompt: bool) -> str:
+        """Render with all texts shielded, so that none of them becomes a control token."""
+        shield = self._codec.shield_all
+        return self._template.render(shield(template_messages(messages)), shield(tools), prompt=prompt)
 
     def _open_thought(self, prefix: IntArray, stop_ids: frozenset[int]) -> list[int]:
         """The id of `</think>` if the unfinished turn stops inside its reasoning."""
@@ -227,13 +217,13 @@ class TemplateRenderer:
 
     def _find_call_format(self) -> CallFormat:
         try:
-            told = self._template.render(self._wire([_USER]), [_TOOL], prompt=True)
-            called = self._template.render(self._wire([_USER, Message(ASSISTANT, "", calls=(_CALL,))]), prompt=False)
+            listing = self._render([_USER], [PROBE_TOOL], prompt=True)
+            called = self._render([_USER, Message(ASSISTANT, "", calls=(PROBE_CALL,))], prompt=False)
         except TemplateRejectionError:
             return CallFormat.PREAMBLE
-        if _CALL.name not in told:
+        if PROBE_CALL.name not in listing:
             return CallFormat.PREAMBLE
-        if f"<function={_CALL.name}>" in called:
+        if f"<function={PROBE_CALL.name}>" in called:
             return CallFormat.XML
         if "<tool_call>" in called and '"arguments"' in called:
             return CallFormat.HERMES
@@ -243,33 +233,32 @@ class TemplateRenderer:
         """The cheapest placeholder turn after which new messages are rendered as in a real history."""
         news = [
             [Message("user", "go on")],
-            [Message("tool", "result", call_id=_CALL.id)],
-            [Message("tool", "result", call_id=_CALL.id), Message("user", "go on")],
+            [Message("tool", "result", call_id=PROBE_CALL.id)],
+            [Message("tool", "result", call_id=PROBE_CALL.id), Message("user", "go on")],
         ]
         wanted = [self._in_a_real_history(new) for new in news]
         for placeholder in [_PlaceholderTurn(calls, with_tools) for with_tools in (False, True) for calls in _Calls]:
-            found = [self._suffix_text(placeholder, [_USER], self._calls_before(new), new, [_TOOL]) for new in news]
+            found = [self._probe(placeholder, [_USER], new) for new in news]
             if found == wanted and found[0] is not None:
                 return placeholder
         return None
 
+    def _probe(self, placeholder: _PlaceholderTurn, head: Sequence[Message], new: Sequence[Message]) -> str | None:
+        calls = (PROBE_CALL,) if new[0].role == "tool" else ()
+        return self._suffix_text(placeholder, head, calls, new, [PROBE_TOOL])
+
     def _in_a_real_history(self, new: Sequence[Message]) -> str | None:
         head = [Message("system", "Be brief."), Message("user", "Probe it."), Message(ASSISTANT, "Fine."), _USER]
         places = (_Calls.BESIDE, _Calls.NAMED, _Calls.NONE)
-        tries = (
-            self._suffix_text(_PlaceholderTurn(p, True), head, self._calls_before(new), new, [_TOOL]) for p in places
-        )
+        tries = (self._probe(_PlaceholderTurn(place, True), head, new) for place in places)
         return next((text for text in tries if text is not None), None)
-
-    def _calls_before(self, new: Sequence[Message]) -> tuple[ToolCall, ...]:
-        return (_CALL,) if new[0].role == "tool" else ()
 
     def _find_default_system(self) -> str | None:
         """The system text that the template adds if there is none."""
         system, user = Message("system", self._turn), Message("user", self._codec.placeholder("user"))
         try:
-            with_system = self._template.render(self._wire([system, user]), prompt=True)
-            bare = self._template.render(self._wire([user]), prompt=True)
+            with_system = self._render([system, user], prompt=True)
+            bare = self._render([user], prompt=True)
         except TemplateRejectionError:
             return None
         head, _, tail = with_system.partition(self._turn)
@@ -278,8 +267,13 @@ class TemplateRenderer:
         return default if default and added_only and self._codec.shield(default) == default else None
 
 
-def template_message(message: Message, tool_names: dict[str, str]) -> Json:
-    """A message in the form that chat templates and the `renderers` package expect."""
+def template_messages(messages: Sequence[Message]) -> list[Json]:
+    """Messages in the form that chat templates and the `renderers` package expect."""
+    tool_names = {call.id: call.name for message in messages for call in message.calls}
+    return [_template_message(message, tool_names) for message in messages]
+
+
+def _template_message(message: Message, tool_names: dict[str, str]) -> Json:
     wire: Json = {"role": message.role, "content": message.text}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
@@ -292,13 +286,3 @@ def template_message(message: Message, tool_names: dict[str, str]) -> Json:
         wire["tool_call_id"] = message.call_id
         wire["name"] = tool_names.get(message.call_id, "tool")
     return wire
-
-
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _map_text(item, change) for key, item in cast("Json", value).items()}
-    if isinstance(value, list | tuple):
-        return [_map_text(item, change) for item in cast("list[Any]", value)]
-    return value

@@ -14,11 +14,10 @@ from typing import Any, ClassVar, cast, override
 from harbor import BaseAgent, BaseEnvironment
 from harbor.agents.installed.base import BaseInstalledAgent
 
-from dockyard.rollout.agents.rows import class_of
 from dockyard.rollout.agents.table import ROWS, Program
+from dockyard.rollout.agents.wiring import class_name, class_of
 
 _MISSING = 127
-_NEVER = "Never"
 _log = logging.getLogger(__name__)
 _versions: dict[tuple[str, str], str] = {}
 """Versions by agent and image. Cached per process, because asking a program can take seconds."""
@@ -83,11 +82,6 @@ class Preinstalled(BaseAgent):
 
 def _image(environment: BaseEnvironment) -> str:
     return environment.task_env_config.docker_image or str(environment.environment_dir)
-
-
-def class_name(agent: str, *, may_install: bool) -> str:
-    """Return the name of this module's class for an agent that has a program in the table."""
-    return "".join(map(str.capitalize, agent.split("-"))) + ("" if may_install else _NEVER)
 
 
 _AGENTS = {

@@ -2,13 +2,16 @@
 
 Differences for a task: a command that times out returns code 124 instead of ending the trial, stdout and stderr are
 separate, links are not downloaded, and the image built from a Dockerfile is kept for the next trial.
+
+An overlay is added to the compose files of each trial. It comes before the task's own file, which overrides it.
 """
 
 # pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, override
@@ -17,25 +20,60 @@ from harbor.environments.base import ExecResult, OutputCallback, SandboxBuildFai
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.definition import COMPOSE_FILE_NAME, should_use_prebuilt_docker_image
 from harbor.environments.docker.docker import DockerEnvironment as HarborDocker
+from harbor.environments.docker.docker import _sanitize_docker_compose_project_name
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from dockyard.config import Seal
-from dockyard.rollout.docker import commands, guard
-from dockyard.rollout.docker.compose import (
-    PRIVATE,
-    Mode,
-    Overlay,
-    compose,
-    containers,
-    label_args,
-    owner_labels,
-    remove,
-)
-from dockyard.rollout.docker.docker_cli import ask
+from dockyard.rollout.docker import docker_cli, guard
+from dockyard.rollout.docker.docker_cli import ask, docker, short
 from dockyard.rollout.docker.images import DockerImage, images
+from dockyard.rollout.docker.site import PROJECT_LABEL, Mode, label_args, owner_labels
 
+PRIVATE = ("/tests", "/logs/verifier")
+"""Mounted as separate volumes: a mount point cannot be replaced by a link or filled through the container's disk."""
+SLEEP = ("sh", "-c", "exec sleep infinity")  # exec: killing a child `sleep` would end the container
+_SERVICE_LABEL = "com.docker.compose.service"
+_PATIENCE_S = 10.0  # a container that appears after its project was removed would remain
 _THIS_PROCESS = token_hex(4)
 _DONE = ExecResult(return_code=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """The additions to the compose files of one trial."""
+
+    labels: dict[str, str]
+    image: str | None
+    """None: the task's compose file names it."""
+    network: str | None
+    """The run's network, `none`, or the engine's `bridge`. None: the task and Harbor decide."""
+    max_processes: int
+    resolves: bool = True
+    """Whether host names can be resolved. If not, a short timeout avoids ten seconds per failed lookup."""
+    private: tuple[str, ...] = PRIVATE
+
+    def compose(self) -> dict[str, Any]:
+        main: dict[str, Any] = {
+            "labels": self.labels,
+            "stop_grace_period": "0s",  # PID 1 is a shell, which ignores SIGTERM
+            "volumes": [{"type": "volume", "target": target} for target in self.private],
+        }
+        if self.image is None:
+            return {"services": {"main": main}}
+        main |= {
+            "image": self.image,
+            "command": list(SLEEP),
+            "pull_policy": "never",
+            "pids_limit": self.max_processes,
+        }
+        if not self.resolves:
+            main["dns_opt"] = ["timeout:1", "attempts:1"]
+        compose: dict[str, Any] = {"services": {"main": main}}
+        if self.network in ("none", "bridge"):
+            main["network_mode"] = self.network
+        elif self.network:
+            compose["networks"] = {"default": {"name": self.network, "external": True}}
+        return compose
 
 
 class DockerEnvironment(HarborDocker):
@@ -146,7 +184,7 @@ class DockerEnvironment(HarborDocker):
         user: str | int | None = None,
     ) -> ExecResult:
         """Run a command. A command that times out is killed and returns code 124, as with `timeout`."""
-        return await commands.run(
+        return await docker_cli.run(
             await self._container(),
             command,
             cwd=cwd or self.task_env_config.workdir,
@@ -159,24 +197,24 @@ class DockerEnvironment(HarborDocker):
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         try:
-            await commands.upload(str(source_path), await self._container(), target_path)
+            await docker_cli.upload(str(source_path), await self._container(), target_path)
         except RuntimeError:  # its folder may not exist
             await self._platform.upload_file(source_path, target_path)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         try:
-            await commands.upload(f"{source_dir}/.", await self._container(), target_dir)
+            await docker_cli.upload(f"{source_dir}/.", await self._container(), target_dir)
         except RuntimeError:
             await self._platform.upload_dir(source_dir, target_dir)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        await commands.download_file(await self._container(), source_path, Path(target_path))
+        await docker_cli.download_file(await self._container(), source_path, Path(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        await commands.download_folder(await self._container(), source_dir, Path(target_dir))
+        await docker_cli.download_folder(await self._container(), source_dir, Path(target_dir))
 
     async def seal(self) -> None:
         """Kill every process of the agent, empty /tests and /logs/verifier, restore the files that tests rely on."""
@@ -230,7 +268,7 @@ class DockerEnvironment(HarborDocker):
     async def _container(self) -> str:
         """Return the id of the main container, which must exist."""
         if self._main is None:
-            self._main = next(iter(await containers(self.session_id, "main")), None)
+            self._main = next(iter(await _containers(self.session_id, "main")), None)
         if self._main is None:
             raise RuntimeError(f"`{self.environment_name}` has no container")
         return self._main
@@ -253,13 +291,13 @@ class DockerEnvironment(HarborDocker):
             case ["up", "--detach", "--wait"] if self._image and not self._image.has_healthcheck:
                 command = ["up", "--detach"]
             case ["down", "--rmi", *_] if self._image and not self._enable_egress_control:
-                await remove(self.session_id)
+                await _remove(self.session_id)
                 return _DONE
             case ["down", *rest]:
                 command = ["down", "--timeout", "0", *rest]
             case _:
                 pass
-        return await compose(
+        return await _compose(
             self.session_id,
             *command,
             folder=self.environment_dir.resolve(),
@@ -269,3 +307,47 @@ class DockerEnvironment(HarborDocker):
             stdin=stdin_data,
             timeout_s=timeout_sec,
         )
+
+
+async def _compose(
+    session: str,
+    *command: str,
+    folder: Path,
+    files: Iterable[Path],
+    env: Mapping[str, str],
+    check: bool,
+    stdin: bytes | None = None,
+    timeout_s: float | None = None,
+) -> ExecResult:
+    """Run `docker compose COMMAND`. With `check`, raise a short error that says whether the engine answered."""
+    done = await docker(
+        *("compose", "--project-name", _project(session), "--project-directory", str(folder)),
+        *(arg for path in files for arg in ("--file", str(path))),
+        *command,
+        env=env,
+        stdin=stdin,
+        timeout_s=timeout_s,
+        patience_s=_PATIENCE_S if command[0] == "up" else 0.0,
+    )
+    if check and done.code != 0:
+        done.require_engine()
+        message = f"`docker compose {command[0]}` in `{folder}`: {short(done.stderr, 5)}"
+        raise SandboxBuildFailedError(message) if command[0] in ("build", "up") else RuntimeError(message)
+    return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.code)
+
+
+async def _containers(session: str, service: str | None = None) -> list[str]:
+    """Return the ids of the containers, including stopped ones."""
+    filters = ["--filter", f"label={PROJECT_LABEL}={_project(session)}"]
+    filters += ["--filter", f"label={_SERVICE_LABEL}={service}"] if service else []
+    return (await ask("ps", "--all", "--quiet", "--no-trunc", *filters)).split()
+
+
+async def _remove(session: str) -> None:
+    """Remove a project that consists of containers only. This is faster than compose."""
+    if found := await _containers(session):
+        await ask("rm", "--force", "--volumes", *found)
+
+
+def _project(session: str) -> str:
+    return _sanitize_docker_compose_project_name(session)

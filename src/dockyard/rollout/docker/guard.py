@@ -10,19 +10,17 @@ of the image are restored, others are removed. A task whose correct solution cha
 a task that must not trust packages either needs `strict`, or a separate verifier.
 """
 
-import json
+# pyright: reportMissingTypeStubs=false
+
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 from harbor.environments.base import SandboxBuildFailedError
 
 from dockyard.config import Seal
-from dockyard.rollout.blame import SandboxDiedError, SealError
-from dockyard.rollout.docker.compose import PRIVATE
-from dockyard.rollout.docker.docker_cli import DockerError, ask
+from dockyard.rollout.blame import SealError
+from dockyard.rollout.docker.docker_cli import DockerError, State, ask, require_running
 from dockyard.rollout.verifier import ABOVE_TESTS
 
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -45,81 +43,38 @@ TOOLS = tuple(f"{_SHELLS} {_COREUTILS} {_TEXT} {_PROCESSES} {_LANGUAGES} {_FETCH
 _LOADER = tuple(
     f"{folder}/{name}"
     for folder in ("/lib", "/lib64", "/lib/*-linux-gnu", "/usr/lib", "/usr/lib64", "/usr/lib/*-linux-gnu")
-    for name in (
-        "ld-*.so*",
-        "libc.so*",
-        "libdl.so.*",
-        "libm.so.*",
-        "libpthread.so.*",
-        "libtinfo.so.*",
-        "libselinux.so.*",
-    )
+    for name in "ld-*.so* libc.so* libdl.so.* libm.so.* libpthread.so.* libtinfo.so.* libselinux.so.*".split()
 )
-_SYSTEM = (
-    "/etc/bash.bashrc",
-    "/etc/bashrc",
-    "/etc/environment",
-    "/etc/ld.so.preload",
-    "/etc/pip.conf",
-    "/etc/profile",
-    "/etc/profile.d/*",
+_SYSTEM = tuple(
+    f"/etc/{name}" for name in "bash.bashrc bashrc environment ld.so.preload pip.conf profile profile.d/*".split()
 )
 _HOME = tuple(
     f"{home}/{name}"
     for home in ("/root", "/home/*")
     for name in (
-        ".bash_login",
-        ".bash_profile",
-        ".bashrc",
-        ".config/pip/pip.conf",
-        ".config/uv/uv.toml",
-        ".curlrc",
-        ".local/bin/env",
+        *".bash_login .bash_profile .bashrc .curlrc .profile .wgetrc".split(),
+        *".config/pip/pip.conf .config/uv/uv.toml .local/bin/env .pip/pip.conf".split(),
         ".local/lib/python3*/site-packages/sitecustomize.py",
         ".local/lib/python3*/site-packages/usercustomize.py",
-        ".pip/pip.conf",
-        ".profile",
-        ".wgetrc",
     )
 )
-_PYTHON = tuple(
-    f"{root}/python3*/{folder}{name}.py"
+_PYTHON_FOLDERS = tuple(
+    f"{root}/python3*/{folder}"
     for root in ("/usr/lib", "/usr/local/lib")
     for folder in ("", "dist-packages/", "site-packages/")
-    for name in ("sitecustomize", "usercustomize")
 )
+_PYTHON = tuple(f"{folder}{name}.py" for folder in _PYTHON_FOLDERS for name in ("sitecustomize", "usercustomize"))
 FILES = (*_SYSTEM, *_HOME, *_PYTHON, *_LOADER, *ABOVE_TESTS)
 MORE_FILES = (
-    "/etc/apt/apt.conf",
-    "/etc/apt/apt.conf.d/*",
-    "/etc/gitconfig",
-    "/etc/npmrc",
-    "/etc/uv/uv.toml",
-    "/root/.gitconfig",
-    "/root/.config/git/config",
-    "/root/.npmrc",
-    "/home/*/.gitconfig",
-    "/home/*/.npmrc",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d/*",
+    *"/etc/apt/apt.conf /etc/apt/apt.conf.d/* /etc/gitconfig /etc/npmrc /etc/uv/uv.toml".split(),
+    *"/root/.gitconfig /root/.config/git/config /root/.npmrc /home/*/.gitconfig /home/*/.npmrc".split(),
+    *"/etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d/*".split(),
     "/root/.local/lib/python3*/site-packages/*.pth",
     "/home/*/.local/lib/python3*/site-packages/*.pth",
-    *(
-        f"{root}/python3*/{folder}*.pth"
-        for root in ("/usr/lib", "/usr/local/lib")
-        for folder in ("", "dist-packages/", "site-packages/")
-    ),
+    *(f"{folder}*.pth" for folder in _PYTHON_FOLDERS),
 )
 """Restored by `strict` only, with every library and module that the agent changed and every name of TOOLS that the
 image lacks: correct solutions change these too, by `pip install`, `git config`, or `make install` and `ldconfig`."""
-
-
-# pyright: reportMissingTypeStubs=false
-
-
-logger = logging.getLogger(__name__)
-
 _LIBRARY = re.compile(r"/(usr/(local/)?)?lib(32|64|x32)?/.*(\.so(\.[\w.]+)?|\.pyc?)$")
 _CLEAN = r"""
 IFS='
@@ -225,48 +180,7 @@ for path in $straight; do
 done
 """
 
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The state of a container as the engine reports it. The container cannot influence it."""
-
-    image: str
-    is_running: bool
-    is_paused: bool
-    was_out_of_memory: bool
-    exit_code: int
-    env: dict[str, str]
-    programs: tuple[str, ...]
-    """Programs that the engine runs in it: entrypoint, command, health check."""
-
-
-async def read_state(container: str) -> State:
-    try:
-        facts: dict[str, Any] = json.loads(await ask("container", "inspect", container))[0]
-    except DockerError as error:
-        raise SandboxDiedError(f"the container no longer exists: {error}") from None
-    state, config = facts["State"], facts["Config"]
-    env: list[str] = config["Env"] or []
-    check: dict[str, Any] = config.get("Healthcheck") or {}
-    lines: list[str] = [*(config["Entrypoint"] or []), *(config["Cmd"] or []), *(check.get("Test") or [])]
-    return State(
-        image=facts["Image"],
-        is_running=state["Running"],
-        is_paused=state["Paused"],
-        was_out_of_memory=state["OOMKilled"],
-        exit_code=state["ExitCode"],
-        env={name: value for name, _, value in (item.partition("=") for item in env)},
-        programs=tuple(word for line in lines for word in line.split()),
-    )
-
-
-async def require_running(container: str) -> State:
-    """Return the state. Raise SandboxDiedError with the reason if the container has ended."""
-    state = await read_state(container)
-    if not state.is_running:
-        reason = "out of memory" if state.was_out_of_memory else "not stopped by Dockyard"
-        raise SandboxDiedError(f"the container ended with code {state.exit_code} ({reason})")
-    return state
+logger = logging.getLogger(__name__)
 
 
 async def seal(
@@ -274,8 +188,8 @@ async def seal(
     labels: Iterable[str],
     *,
     start: Callable[[], Awaitable[object]],
-    private: Iterable[str] = PRIVATE,
-    level: Seal = "standard",
+    private: Iterable[str],
+    level: Seal,
 ) -> list[str]:
     """Seal the container and return what was restored.
 

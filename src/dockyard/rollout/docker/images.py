@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from harbor.environments.base import SandboxBuildFailedError
 
-from dockyard.rollout.blame import DockerUnreachableError, ImageMissingError
+from dockyard.rollout.blame import ImageMissingError
 from dockyard.rollout.docker.docker_cli import DockerError, ask, docker, short
 
 TASK_LABEL = "dockyard.task"
@@ -69,8 +69,7 @@ class Images:
     async def _build(self, folder: Path, tag: str, task: str) -> DockerImage:
         self.num_builds += 1
         done = await docker("build", "--label", f"{TASK_LABEL}={task}", "--tag", tag, str(folder))
-        if done.is_unreachable:
-            raise DockerUnreachableError(short(done.stderr))
+        done.require_engine()
         if done.code != 0:
             log = short(f"{done.stdout}\n{done.stderr}", _SHOWN_LINES)
             raise SandboxBuildFailedError(f"`docker build {folder}` failed:\n{log}")
@@ -91,12 +90,12 @@ def images() -> Images:
 async def _tag(folder: Path, content: str) -> str:
     """Return a tag that depends on the folder's content and on the current images its Dockerfile starts from."""
     bases = sorted(set(_FROM.findall((folder / "Dockerfile").read_text(errors="replace"))))
-    ids = [await _ask_or("", "image", "inspect", "--format", "{{.Id}}", base) for base in bases]
+    ids = [await _inspect(base, "{{.Id}}") for base in bases]
     return f"dockyard-task:{blake2b(' '.join([content, *ids]).encode(), digest_size=16).hexdigest()}"
 
 
 async def _find(name: str) -> DockerImage | None:
-    config = await _ask_or("", "image", "inspect", "--format", "{{json .Config}}", name)
+    config = await _inspect(name, "{{json .Config}}")
     if not config:
         return None
     facts: dict[str, Any] = json.loads(config) or {}
@@ -105,16 +104,16 @@ async def _find(name: str) -> DockerImage | None:
 
 async def _pull(name: str) -> DockerImage:
     done = await docker("pull", "--quiet", name)
-    if done.is_unreachable:
-        raise DockerUnreachableError(short(done.stderr))
+    done.require_engine()
     image = await _find(name)
     if image is None:
         raise ImageMissingError(f"image `{name}` does not exist locally and cannot be pulled: {short(done.stderr)}")
     return image
 
 
-async def _ask_or(default: str, *args: str) -> str:
+async def _inspect(image: str, form: str) -> str:
+    """Return a property of the image; empty if the image does not exist locally."""
     try:
-        return await ask(*args)
+        return await ask("image", "inspect", "--format", form, image)
     except DockerError:
-        return default
+        return ""

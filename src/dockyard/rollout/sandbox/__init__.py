@@ -1,9 +1,8 @@
-"""The `sandbox` environment under Harbor. No daemon, no image, no root, up in milliseconds.
+"""The `sandbox` environment for Harbor: no daemon, no image, no root, starts in milliseconds.
 
-A task sees the tools of the host's /usr, read-only, and private folders; nothing else of the host and no network. There
-are two mechanisms: `bwrap` with namespaces, and `confined` where a machine forbids those. `check` chooses, `client` is
-the driver's side of a running sandbox, `server` and `file_ops` run inside. Import paths instead of classes, so that
-importing this costs nothing of Harbor.
+A task sees the tools of the host's /usr, read-only, and private folders; nothing else of the host, and no network.
+There are two mechanisms: bubblewrap with namespaces, and Landlock where a machine forbids namespaces. `check` chooses
+one, `launch` starts it, `client` is the driver's side of a running sandbox, `server` and `file_ops` run inside.
 """
 
 ENVIRONMENT = "dockyard.rollout.sandbox.environment:SandboxEnvironment"

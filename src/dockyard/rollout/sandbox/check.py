@@ -1,4 +1,4 @@
-"""Which mechanism can start a sandbox on this machine? Starts one to find out, and says what to change if none can."""
+"""Choose the mechanism for sandboxes on this machine by starting one, and say what to change if none works."""
 
 import asyncio
 import os
@@ -12,9 +12,8 @@ from typing import Literal
 from dockyard.errors import DockyardError
 from dockyard.process import Output
 from dockyard.rollout.sandbox.client import LANDLOCK, NAMESPACES, Command, Sandbox, SandboxStartError
-from dockyard.rollout.sandbox.confined import ABI_VARIABLE, landlock_abi
 from dockyard.rollout.sandbox.landlock import ABI_OF_SCOPES
-from dockyard.rollout.sandbox.launch import SandboxLimits, outside_user
+from dockyard.rollout.sandbox.launch import ABI_VARIABLE, SandboxLimits, landlock_abi, outside_user
 
 type SandboxSetting = Literal["auto", "namespaces", "landlock"]
 
@@ -24,7 +23,7 @@ SETTINGS = (
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
 )
-"""(kernel setting, the value that forbids user namespaces, what to set instead)"""
+"""Kernel setting, the value of it that forbids user namespaces, and the fix."""
 CONTAINER_FLAGS = " ".join(f"--security-opt {flag}=unconfined" for flag in ("seccomp", "apparmor", "systempaths"))
 _PROBE = SandboxLimits(storage_bytes=1 << 20, memory_bytes=1 << 30, max_processes=64)
 
@@ -39,13 +38,13 @@ class SandboxProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanism:
-    """A way to make sandboxes that works on this machine."""
+    """A mechanism that works on this machine."""
 
     name: str
     own_user: bool = True
-    """Each sandbox runs as a user that nothing else runs as."""
+    """Whether each sandbox runs as a user of its own."""
     abi: int = 0
-    """The version of Landlock; 0 where it is not used."""
+    """The version of Landlock; 0 if it is not used."""
 
     @property
     def has_terminals(self) -> bool:
@@ -53,11 +52,11 @@ class Mechanism:
 
     @property
     def not_held(self) -> tuple[str, ...]:
-        """What a sandbox with namespaces has and this one lacks, in sentences."""
+        """The guarantees of a sandbox with namespaces that this one does not give, as sentences."""
         return () if self.name == NAMESPACES else tuple(text for holds, text in _lacks(self) if not holds)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for users."""
         if self.name == NAMESPACES:
             return "bubblewrap, with namespaces of its own"
         user = "a user of its own" if self.own_user else "your user"
@@ -65,17 +64,17 @@ class Mechanism:
 
 
 def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:
-    """(whether it holds all the same, what is missing)"""
+    """Return pairs: whether the mechanism gives the guarantee, and what is missing if it does not."""
     return (
         (False, "a task has no loopback network: it cannot start a server and connect to it"),
         (False, "a task sees the list of this machine's processes, with their command lines"),
         (False, "a task is not user 0, though its user is called root; debuggers do not work"),
         (False, "files are on disk, not in memory; a task whose files take twice its storage is ended"),
         (False, "a task has no System V memory, no POSIX message queues and no memory files"),
-        (False, "a task can learn which files this machine has, not what is in them"),
+        (False, "a task can find out which files this machine has, but not their contents"),
         (mechanism.own_user, "a task has no terminals, which tmux and so `terminus-2` need, and no named sockets"),
         (not mechanism.own_user, "a task can connect to named sockets that every user of this machine may write to"),
-        (mechanism.abi >= ABI_OF_SCOPES, "a task can end or stop its own sandbox, and then earns nothing"),
+        (mechanism.abi >= ABI_OF_SCOPES, "a task can end or stop its own sandbox, and then gets no reward"),
         (mechanism.abi >= ABI_OF_SCOPES, "a task can connect to abstract sockets of this machine"),
         (mechanism.abi >= 3, "a task may empty files that every user of this machine may write"),
         (mechanism.abi >= 2, "a file cannot be renamed into another folder, only copied"),
@@ -83,7 +82,7 @@ def _lacks(mechanism: Mechanism) -> tuple[tuple[bool, str], ...]:
 
 
 def choose_mechanism(wanted: SandboxSetting = "auto") -> Mechanism:
-    """The one to use, tried out. DockyardError says why there is none. Blocks for some 50 ms the first time."""
+    """Return a mechanism that was tried out, or raise DockyardError. The first call blocks for about 50 ms."""
     found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
     if isinstance(found, SandboxProblem):
         raise DockyardError(found.message, hint=found.hint)
@@ -91,7 +90,7 @@ def choose_mechanism(wanted: SandboxSetting = "auto") -> Mechanism:
 
 
 def check_sandbox(wanted: SandboxSetting = "auto") -> SandboxProblem | None:
-    """None when a sandbox starts here."""
+    """Return None if a sandbox starts here, otherwise the reason."""
     found = _try_all(wanted, os.environ.get(ABI_VARIABLE))
     return found if isinstance(found, SandboxProblem) else None
 
@@ -130,18 +129,18 @@ def _problem_with(mechanism: str) -> SandboxProblem | None:
 
 
 def landlock_lacks(abi: int, *, own_user: bool, machine: str) -> SandboxProblem | None:
-    """Why sandboxes without namespaces would not be safe here: one rollout could alter another, or its own reward."""
+    """Return why sandboxes without namespaces are unsafe here: a rollout could change another, or its own reward."""
     if machine != "x86_64":
         return SandboxProblem(message=f"sandboxes without namespaces need x86-64, this is {machine}", hint=OTHER_WAY)
     if abi == 0:
         return SandboxProblem(
-            message="this kernel has no Landlock, so files could not be kept apart",
-            hint="a kernel of 5.13 or newer with `landlock` among its `lsm=`, " + OTHER_WAY,
+            message="this kernel has no Landlock, so the files of sandboxes could not be isolated",
+            hint="use a kernel of 5.13 or newer with `landlock` in its `lsm=` option, " + OTHER_WAY,
         )
     if abi < ABI_OF_SCOPES and not own_user:
         return SandboxProblem(
-            message=f"Landlock ABI {abi} keeps no signals apart, and you are not root: rollouts could kill each other",
-            hint="run as root, so that each rollout has a user of its own, or on a kernel of 6.12 or newer",
+            message=f"Landlock ABI {abi} cannot isolate signals, and you are not root: rollouts could kill each other",
+            hint="run as root, so that each rollout has its own user, or use a kernel of 6.12 or newer",
         )
     return None
 
@@ -167,7 +166,7 @@ async def _try(mechanism: str) -> SandboxProblem | None:
 
 
 def diagnose(stderr: str, root: Path = Path("/")) -> SandboxProblem:
-    """The likeliest reason behind what bubblewrap said."""
+    """Return the most likely reason for bubblewrap's error message."""
     message = f"no sandbox can start here: {stderr.strip().splitlines()[-1] if stderr.strip() else 'bwrap failed'}"
     for setting, forbidding, fix in SETTINGS:
         path = root / "proc/sys" / setting

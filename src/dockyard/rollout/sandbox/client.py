@@ -1,4 +1,4 @@
-"""A running sandbox, seen from the driver: start it, run commands in it, stop it. Never blocks the event loop."""
+"""The driver's side of a running sandbox: start it, run commands in it, stop it. Never blocks the event loop."""
 
 import asyncio
 import marshal
@@ -11,44 +11,43 @@ from typing import Any
 
 from dockyard.process import Sink
 from dockyard.rollout.blame import SandboxDiedError, SealError
-from dockyard.rollout.sandbox import bwrap, confined
 from dockyard.rollout.sandbox.file_ops import ErrandError
-from dockyard.rollout.sandbox.launch import SandboxLimits
+from dockyard.rollout.sandbox.launch import SandboxLimits, launch_with_landlock, launch_with_namespaces
 
 NAMESPACES, LANDLOCK = "namespaces", "landlock"
 KILLED = 137
 DONE = b"done"
 MAX_ANSWER_BYTES = 1 << 16
 PIPE_CAPACITY = 1 << 20
-"""The most a process may have left in a pipe."""
+"""The largest amount of data that a process can leave in a pipe."""
 KILL_PATIENCE_S = 5.0
 SEAL_PATIENCE_S = 120.0
 CLEAN_UP_PATIENCE_S = 60.0
-"""For removing what a task has left on the disk."""
+"""Includes the removal of the files that a task left on the disk."""
 
 
 class SandboxStartError(Exception):
-    """bubblewrap or the server inside did not come up."""
+    """bubblewrap or the server inside did not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What to run inside. A limit of 0 is none."""
+    """A command to run inside. 0 means no limit."""
 
     argv: tuple[str, ...]
     cwd: str
     env: dict[str, str]
     max_processes: int = 0
-    """In the whole sandbox."""
+    """Of the whole sandbox."""
     max_memory_bytes: int = 0
-    """Of private memory in each process."""
+    """Private memory of each process."""
 
     def encode(self) -> bytes:
         return _encode((list(self.argv), self.cwd, self.env, self.max_processes, self.max_memory_bytes))
 
 
 class Sandbox:
-    """Processes that see nothing but each other, our server among them. Gone when this object is, or the driver."""
+    """Processes that see only each other, including our server. They end with this object, or with the driver."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, requests: socket.socket, errors: int, alive: int, mechanism: str
@@ -80,9 +79,9 @@ class Sandbox:
     async def run(
         self, command: Command, *, stdout: Sink, stderr: Sink, stdin: int | None = None, timeout_s: float | None = None
     ) -> int:
-        """The return code. TimeoutError when it took too long.
+        """Run a command and return its return code. Raise TimeoutError if it took too long.
 
-        Then, as when its caller is cancelled, the command is killed with all it started.
+        Then, and when the caller is cancelled, the command is killed with everything it started.
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
@@ -109,11 +108,11 @@ class Sandbox:
             return int.from_bytes(reply, "big") if reply else await self._code_without_reply()
 
     def _limited(self, command: Command) -> Command:
-        """Without namespaces processes are counted by the tracer: the kernel would count all of a user's."""
+        """Without namespaces the tracer counts the processes: the kernel would count all processes of the user."""
         return command if self._mechanism == NAMESPACES else replace(command, max_processes=0)
 
     async def errand(self, name: str, *args: object, stream: int | None = None, timeout_s: float | None = None) -> None:
-        """Have the server itself do one of `ERRANDS`. ErrandError says why it could not."""
+        """Make the server itself run one of `ERRANDS`. Raise ErrandError with the reason if that fails."""
         with ExitStack() as stack:
             control = await self._open(stack, b"errand", *(() if stream is None else (stream,)))
             async with asyncio.timeout(timeout_s):
@@ -126,13 +125,13 @@ class Sandbox:
             raise ErrandError(answer.decode(errors="replace"))
 
     async def kill_all(self) -> None:
-        """Every process inside but the server. SealError if one has changed how the server runs what follows."""
+        """Kill every process inside except the server. Raise SealError if one has changed how the server runs."""
         with ExitStack() as stack:
             control = await self._open(stack, b"kill")
             try:
                 async with asyncio.timeout(SEAL_PATIENCE_S):
                     done = await _receive(control)
-            except TimeoutError:  # its server was stopped, which an older Landlock lets a command do
+            except TimeoutError:  # a command stopped the server, which an older Landlock does not prevent
                 raise SandboxDiedError(f"the sandbox did not answer within {SEAL_PATIENCE_S:g} s") from None
             if not done:
                 raise self._died("the sandbox ended")
@@ -140,7 +139,7 @@ class Sandbox:
                 raise SealError("a command changed the limits or the scheduling of the sandbox's server")
 
     async def stop(self) -> None:
-        """Returns when no process of it is left: PID 1 ends after all others, and bwrap after PID 1."""
+        """Return when none of its processes is left: PID 1 ends after all others, and bwrap after PID 1."""
         if self._requests.fileno() < 0:
             return
         self._requests.close()
@@ -154,7 +153,7 @@ class Sandbox:
             await self._process.wait()
 
     async def _open(self, stack: ExitStack, message: bytes, *fds: int) -> socket.socket:
-        """Make a request; its answer comes over the socket."""
+        """Send a request and return the socket that its answer comes over."""
         control, theirs = socket.socketpair()
         stack.enter_context(control).setblocking(False)
         with theirs:
@@ -166,13 +165,13 @@ class Sandbox:
             try:
                 socket.send_fds(self._requests, [message], fds)
                 return
-            except BlockingIOError:  # the server is behind
+            except BlockingIOError:  # the server has not read the requests before
                 await asyncio.sleep(0.01)
             except OSError as error:
                 raise self._died("the sandbox ended") from error
 
     async def _code_without_reply(self) -> int:
-        """Something killed the supervisor: `kill -9 -1` inside, or the end of the whole sandbox."""
+        """Return the code of a command whose supervisor was killed, or raise if the whole sandbox ended."""
         with ExitStack() as stack:
             control = await self._open(stack, b"ping")
             if await _receive(control):
@@ -180,7 +179,7 @@ class Sandbox:
         raise self._died("the sandbox ended while a command ran")
 
     def _died(self, message: str) -> SandboxDiedError:
-        """Which of its limits it passed, if that is why."""
+        """Return the error, with the limit that the sandbox exceeded if that is the reason."""
         reason = _last_words(self._errors) if self._requests.fileno() >= 0 else ""
         return SandboxDiedError(f"{message}: {reason}" if reason else message)
 
@@ -188,9 +187,9 @@ class Sandbox:
 async def _spawn(
     server_socket: int, stdin: int, errors: int, mechanism: str, limits: SandboxLimits, *, network: bool
 ) -> asyncio.subprocess.Process:
-    """Its stdin ends with the driver."""
-    prepare_launch = bwrap.prepare_launch if mechanism == NAMESPACES else confined.prepare_launch
-    with prepare_launch(server_socket=server_socket, limits=limits, network=network) as launch:
+    """Start the sandbox's first process. Its stdin is closed when the driver ends."""
+    prepare = launch_with_namespaces if mechanism == NAMESPACES else launch_with_landlock
+    with prepare(server_socket=server_socket, limits=limits, network=network) as launch:
         return await asyncio.create_subprocess_exec(
             *launch.args,
             executable=launch.executable,
@@ -222,7 +221,7 @@ async def _receive(control: socket.socket, at_most: int = 4) -> bytes:
 
 
 async def _hang_up(control: socket.socket) -> None:
-    """Have the command's processes killed, and wait until they are."""
+    """Make the server kill the command's processes, and wait for that."""
     with suppress(OSError):
         control.shutdown(socket.SHUT_WR)
     with suppress(TimeoutError):
@@ -243,7 +242,7 @@ def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
 
 
 def _pump(stack: ExitStack, fd: int, sink: Sink) -> Callable[[], None]:
-    """Move what arrives at `fd` into `sink`; the function returned takes what is there at the end."""
+    """Copy data from `fd` to `sink` as it arrives. The returned function copies the rest at the end."""
     loop = asyncio.get_running_loop()
 
     def move(at_most: int = 1 << 16) -> int:
@@ -257,7 +256,7 @@ def _pump(stack: ExitStack, fd: int, sink: Sink) -> Callable[[], None]:
         return len(data)
 
     def flush() -> None:
-        left = PIPE_CAPACITY  # and not until the end: a background process may go on writing
+        left = PIPE_CAPACITY  # not until the end: a background process may continue to write
         while left > 0 and (moved := move(left)):
             left -= moved
 

@@ -1,4 +1,4 @@
-"""What a sandbox can honour of a Dockerfile: WORKDIR, ENV, ARG and local COPY/ADD. RUN needs an image builder.
+"""The instructions of a Dockerfile that a sandbox supports: WORKDIR, ENV, ARG and local COPY/ADD, but not RUN.
 
 The image named by FROM is not used: the tools are those of the host's /usr.
 """
@@ -13,33 +13,22 @@ from pathlib import Path, PurePosixPath
 from dockyard.rollout.sandbox.launch import READ_ONLY, is_below
 from dockyard.rollout.sandbox.transfer import Entry
 
-IGNORED = (
-    "CMD",
-    "ENTRYPOINT",
-    "EXPOSE",
-    "HEALTHCHECK",
-    "LABEL",
-    "MAINTAINER",
-    "ONBUILD",
-    "SHELL",
-    "STOPSIGNAL",
-    "VOLUME",
-)
+IGNORED = tuple("CMD ENTRYPOINT EXPOSE HEALTHCHECK LABEL MAINTAINER ONBUILD SHELL STOPSIGNAL VOLUME".split())
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 VARIABLE = re.compile(r"\\(\$)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 
 
 class DockerfileError(Exception):
-    """An instruction that a sandbox cannot carry out."""
+    """An instruction that a sandbox does not support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One line, continuation lines included."""
+    """One instruction, including its continuation lines."""
 
     line: int
     name: str
-    """In capitals."""
+    """In upper case."""
     value: str
 
     def error(self, reason: str) -> DockerfileError:
@@ -48,18 +37,18 @@ class Instruction:
 
 @dataclass(slots=True)
 class SandboxImage:
-    """What the Dockerfile adds to the bare sandbox. Filled instruction by instruction."""
+    """The additions of the Dockerfile to an empty sandbox, filled instruction by instruction."""
 
     context: Path
     workdir: str = ""
-    """Empty: the Dockerfile names none."""
+    """Empty: the Dockerfile sets none."""
     env: dict[str, str] = field(default_factory=dict[str, str])
     args: dict[str, str] = field(default_factory=dict[str, str])
     entries: list[Entry] = field(default_factory=list[Entry])
 
 
 def read_image(dockerfile: Path) -> SandboxImage:
-    """The last stage; COPY can take nothing from the stages before it."""
+    """Return the last stage. COPY from earlier stages is not supported."""
     if dockerfile.with_name(".dockerignore").exists():
         raise DockerfileError("its `.dockerignore` is not supported")
     image = SandboxImage(context=dockerfile.parent)
@@ -150,7 +139,7 @@ def _copy_words(instruction: Instruction, image: SandboxImage) -> tuple[dict[str
 
 
 def _matches(instruction: Instruction, image: SandboxImage, source: str) -> list[Path]:
-    """The files of the context that `source` names; none of them outside."""
+    """Return the files of the build context that match `source`. Raise an error if one is outside."""
     if "<<" in source or "://" in source or source.startswith("git@"):
         raise instruction.error("only files next to the Dockerfile can be copied")
     if instruction.name == "ADD" and source.endswith(ARCHIVES):
@@ -178,7 +167,7 @@ def _words(instruction: Instruction) -> list[str]:
 
 
 def _inside(image: SandboxImage, path: str) -> str:
-    """Absolute, `..` resolved."""
+    """Return the absolute path, without `..`."""
     parts: list[str] = []
     for part in PurePosixPath("/", image.workdir, path).parts[1:]:
         parts = parts[:-1] if part == ".." else [*parts, part]

@@ -1,8 +1,8 @@
-"""The `sandbox` environment as Harbor sees it.
+"""Harbor's interface to the `sandbox` environment.
 
-The images that a task names (`docker_image`, FROM) are not used: its tools are those of the host's /usr, and it is
-root without privileges. No network unless asked for. `storage_mb` bounds each of /, /logs, /logs/verifier and /tests,
-which are memory; `memory_mb` bounds the private memory of each process; `cpus` is not enforced.
+A task's images (`docker_image`, FROM) are not used: its tools are those of the host's /usr, and it runs as root without
+privileges. It has no network unless `network` is set. `storage_mb` limits each of /, /logs, /logs/verifier and /tests,
+which are in memory; `memory_mb` limits the private memory of each process; `cpus` is not enforced.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -45,7 +45,7 @@ OPEN = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class SandboxEnvironment(BaseEnvironment):
-    """One sandbox per trial. Killing the driver leaves neither a process nor a file behind."""
+    """One sandbox per trial. If the driver is killed, no process and no file remains."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SandboxEnvironment(BaseEnvironment):
         mechanism: SandboxSetting = "auto",
         **kwargs: Any,
     ) -> None:
-        """`network` shares the host's network, its loopback included, with tasks whose policy is public."""
+        """`network` shares the host's network, including its loopback, with tasks whose policy is public."""
         self._wants_network = network
         self._mechanism: SandboxSetting = mechanism
         self._max_processes = max_processes
@@ -76,12 +76,12 @@ class SandboxEnvironment(BaseEnvironment):
     @classmethod
     @override
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
-        """No limit that a user insists on: memory is bounded per process, not in all."""
+        """Declare no memory limit, because memory is limited per process, not in total."""
         return EnvironmentResourceCapabilities(fractional_cpus=True)
 
     @override
     def _validate_definition(self) -> None:
-        """Left to `start`: an error raised here would escape `Trial.create` and be nobody's failure."""
+        """Done by `start`: an error raised here would escape from `Trial.create` instead of failing the rollout."""
 
     @override
     async def start(self, force_build: bool) -> None:
@@ -91,7 +91,7 @@ class SandboxEnvironment(BaseEnvironment):
             mechanism = choose_mechanism(self._mechanism)
             self._sandbox = await Sandbox.start(mechanism.name, self._limits, network=network)
         except (SandboxStartError, DockyardError) as error:
-            message = f"no sandbox can start here: {error}. `dockyard doctor` says what to do"
+            message = f"no sandbox can start here: {error}. `dockyard doctor` prints the fix"
             raise SandboxBuildFailedError(message) from error
         try:
             await self._place(self._image.entries)
@@ -117,7 +117,7 @@ class SandboxEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """A command that takes too long is killed and has return code 124, as with `timeout`."""
+        """Run a command. A command that times out is killed and returns code 124, as with `timeout`."""
         self._require_root(user)
         bash = Command(
             argv=("/bin/bash", "-c", command),
@@ -129,7 +129,7 @@ class SandboxEnvironment(BaseEnvironment):
         stdout, stderr = Output(), Output()
         try:
             code = await self._running().run(bash, stdout=stdout, stderr=stderr, timeout_s=timeout_sec)
-        except TimeoutError:  # not passed on: Harbor would take it for the agent's own time limit
+        except TimeoutError:  # not passed on: Harbor would take it for the agent's time limit
             stderr.write(f"\n[killed after {timeout_sec} s]\n".encode())
             code = TIMED_OUT
         return ExecResult(stdout=stdout.text(), stderr=stderr.text(), return_code=code)
@@ -148,13 +148,14 @@ class SandboxEnvironment(BaseEnvironment):
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Regular files and folders; links are left out."""
+        """Download regular files and folders, but no links."""
         await self._fetch("read_folder", source_dir, transfer.unpack_records, Path(target_dir))
 
     async def seal(self) -> None:
-        """End every process of the agent and empty the places where it could have left a trap for the tests.
+        """Kill every process of the agent and empty the folders where it could have manipulated the tests.
 
-        Kept: whatever holds the working folder. What the Dockerfile copied into an emptied place is put back.
+        A folder that contains the working folder is kept. Files that the Dockerfile copied into an emptied folder are
+        restored.
         """
         await self._running().kill_all()
         wiped = [folder for folder in WIPED if not is_below(self._workdir, [folder])]

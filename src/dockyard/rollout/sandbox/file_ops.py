@@ -1,19 +1,19 @@
-"""Moving and wiping files inside a sandbox, for the driver. Runs in a child of PID 1: a fork costs less than a program.
+"""Copy and remove files inside a sandbox, for the driver. Runs in a fork of PID 1, which is faster than a new program.
 
-Files travel as a stream of records in a memory file: a header, a name, the contents. The driver packs and unpacks the
-same records, but does not trust those that come out.
+Files are passed as a stream of records in a memory file: a header, a name, the contents. The driver packs and unpacks
+the same records, but does not trust those that come out of a sandbox.
 """
 
 import os
 import struct
 from _collections_abc import Callable
 
-# Every start of a sandbox waits for what is imported here.
+# Every start of a sandbox waits for these imports.
 
 HEADER = struct.Struct(">cIqQI4071x")
-"""Kind, permissions, time of change in ns, size of the contents, size of the name.
+"""Kind, permissions, modification time in ns, size of the contents, size of the name.
 
-As large as the least that a file takes on a disk: a download is too large when it would not fit there again.
+A header is as large as the smallest file on a disk: a download is too large if it would not fit into the sandbox again.
 """
 FILE, FOLDER, LINK, END = b"f", b"d", b"l", b"e"
 NO_LIMIT = 1 << 62
@@ -23,11 +23,11 @@ OPEN_MODE = 0o1777
 
 
 class ErrandError(RuntimeError):
-    """Why an errand cannot be done."""
+    """Why a file operation failed."""
 
 
 class FileRecord:
-    """A file, folder or link, whose contents come next in the stream."""
+    """A file, folder or link. Its contents follow in the stream."""
 
     __slots__ = ("changed_ns", "kind", "mode", "name", "size")
 
@@ -63,14 +63,14 @@ def append(stream: int, kind: bytes, name: str, mode: int, changed_ns: int, *, c
 
 
 def append_file(stream: int, name: str, mode: int, changed_ns: int, source: int, *, limit: int = NO_LIMIT) -> None:
-    """The header is written last, with the size that was really found."""
+    """Append a file. The header is written last, with the number of bytes that were read."""
     encoded = os.fsencode(name)
     start = os.lseek(stream, 0, os.SEEK_CUR)
     content = os.lseek(stream, HEADER.size + len(encoded), os.SEEK_CUR)
     try:
         size = copy(source, stream, limit - content)
     except OSError:
-        os.lseek(stream, start, os.SEEK_SET)  # as if it had never begun
+        os.lseek(stream, start, os.SEEK_SET)  # drop the incomplete record
         raise
     check_room(stream, limit)
     os.pwrite(stream, HEADER.pack(FILE, mode, changed_ns, size, len(encoded)) + encoded, start)
@@ -86,7 +86,7 @@ def check_room(stream: int, limit: int) -> None:
 
 
 def copy(source: int, target: int, at_most: int) -> int:
-    """How many bytes there were."""
+    """Copy at most `at_most` bytes and return how many there were."""
     left = at_most
     while left > 0 and (data := os.read(source, min(left, CHUNK_BYTES))):
         write_all(target, data)
@@ -104,7 +104,7 @@ def make_folder(path: str) -> None:
 
 
 def write_folder(stream: int, folder: str) -> None:
-    """Put what the stream holds into the folder. What is in the way is replaced, not followed."""
+    """Write the stream's records into the folder. Existing files and links are replaced, not followed."""
     os.makedirs(folder, exist_ok=True)
     folders: list[tuple[str, FileRecord]] = []
     while record := next_record(stream):
@@ -112,13 +112,13 @@ def write_folder(stream: int, folder: str) -> None:
         write(stream, record, path)
         if record.kind == FOLDER:
             folders.append((path, record))
-    for path, record in reversed(folders):  # last: they may forbid writing
+    for path, record in reversed(folders):  # last, because the permissions may forbid writing
         os.chmod(path, record.mode)
         os.utime(path, ns=(record.changed_ns, record.changed_ns))
 
 
 def write_file(stream: int, path: str) -> None:
-    """Put the only file of the stream at the path, or under its own name into the folder that is there."""
+    """Write the stream's only file to the path, or under its own name into the path if that is a folder."""
     record = next_record(stream)
     if record is not None:
         write(stream, record, os.path.join(path, record.name) if os.path.isdir(path) else path)
@@ -137,12 +137,12 @@ def write(stream: int, record: FileRecord, path: str) -> None:
         else:
             write_contents(stream, record, path)
     except OSError as error:
-        error.filename = path  # a full disk does not say where
+        error.filename = path  # the error of a full disk has none
         raise
 
 
 def write_empty_folder(path: str) -> None:
-    """Open to us until all is in it, even if it was there and closed."""
+    """Create the folder, with permissions that let this process write into it until all files are there."""
     if os.path.islink(path) or not os.path.isdir(path):
         remove(path)
         os.mkdir(path)
@@ -161,7 +161,7 @@ def write_contents(stream: int, record: FileRecord, path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Whatever is there, but no folder that holds something."""
+    """Remove a file, a link or an empty folder, if it exists."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def remove(path: str) -> None:
 
 def read_file(stream: int, path: str, limit: int) -> None:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep us waiting
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except (FileNotFoundError, NotADirectoryError):
         raise ErrandError(f"not a file: {path}") from None
     info = os.fstat(file)
@@ -183,7 +183,7 @@ def read_file(stream: int, path: str, limit: int) -> None:
 
 
 def read_folder(stream: int, folder: str, limit: int) -> None:
-    """Files and folders, without those that may not be read; a file with holes may claim to be of any size."""
+    """Append the readable files and folders. The limit is checked, because a sparse file may claim any size."""
     pending = [("", name) for name in os.listdir(folder)]
     while pending:
         check_room(stream, limit)
@@ -207,14 +207,14 @@ def append_readable(stream: int, name: str, path: str, limit: int) -> None:
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         info = os.fstat(file)
-        if is_file(info):  # or something else by now
+        if is_file(info):  # it may have been replaced meanwhile
             append_file(stream, name, info.st_mode & 0o7777, info.st_mtime_ns, file, limit=limit)
     finally:
         os.close(file)
 
 
 def wipe(folders: list[str], open_folders: list[str], gone: list[str]) -> None:
-    """Empty the folders; what was put in place of one becomes a folder again. Remove what is to be gone."""
+    """Empty the folders, also where one was replaced by something else, and remove the paths in `gone`."""
     for folder in folders:
         if os.path.islink(folder) or not os.path.isdir(folder):
             remove(folder)
@@ -229,7 +229,7 @@ def wipe(folders: list[str], open_folders: list[str], gone: list[str]) -> None:
 
 
 def empty(folder: str) -> None:
-    """Down by descriptors and up by `..`: a path could have been made too long to name, or to hold it all open."""
+    """Remove everything in the folder, however deep: by descriptors and `..`, without long paths or many open files."""
     here = enter(folder, None)
     levels = [remove_files(here)]
     while True:
@@ -255,7 +255,7 @@ def enter(folder: str, parent: int | None) -> int:
 
 
 def remove_files(folder: int) -> list[str]:
-    """The names of the folders, which are left."""
+    """Remove all files and return the names of the remaining folders."""
     folders: list[str] = []
     with os.scandir(folder) as entries:
         for entry in list(entries):

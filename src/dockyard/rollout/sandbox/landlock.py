@@ -1,7 +1,7 @@
-"""Landlock: a process gives up all access to files but what it names, for itself and all it will start.
+"""Landlock: a process drops its access to all files except those it names, for itself and its descendants.
 
-Kernels differ: rights came with versions of the interface (the ABI), and one that a kernel does not know cannot be
-given up. Runs where a sandbox is started, on the standard library alone.
+Each version of the interface (the ABI) added rights; a right that a kernel does not know cannot be dropped. Runs where
+a sandbox is started, with the standard library only.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1, 2
 READ = READ_FILE | READ_DIR | EXECUTE
 DEVICE = READ_FILE | WRITE_FILE | IOCTL_DEV
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Those that a rule for something other than a folder may name."""
+"""The rights that a rule for anything but a folder may contain."""
 ALL = (1 << 16) - 1
 ABI_OF_SCOPES = 6
 PR_SET_NO_NEW_PRIVS = 38
@@ -38,7 +38,7 @@ def _call(number: int, *args: object) -> int:
 
 
 def abi() -> int:
-    """The version that this kernel offers; 0 without Landlock."""
+    """Return the version that this kernel supports; 0 without Landlock."""
     try:
         return _call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION))
     except LandlockError:
@@ -46,13 +46,13 @@ def abi() -> int:
 
 
 def known_rights(version: int) -> int:
-    """All rights on files that this version of the interface can take away."""
+    """Return all rights on files that this version of the interface can restrict."""
     unknown = (REFER if version < 2 else 0) | (TRUNCATE if version < 3 else 0) | (IOCTL_DEV if version < 5 else 0)
     return ALL & ~unknown
 
 
 def restrict_files(rules: list[tuple[str, int]], version: int) -> None:
-    """Keep these rights below these paths, and none anywhere else. Paths that do not exist are left out."""
+    """Keep these rights below these paths, and none anywhere else. Paths that do not exist are ignored."""
     known = known_rights(version)
     ruleset = _new_ruleset(known, 0)
     try:
@@ -71,7 +71,7 @@ def restrict_files(rules: list[tuple[str, int]], version: int) -> None:
 
 
 def stand_apart(version: int) -> None:
-    """Begin a domain of one's own: from now on this process can trace none outside, nor signal one from ABI 6 on."""
+    """Enter a new domain: from now on this process can trace no process outside it, and from ABI 6 on signal none."""
     scopes = SCOPE_SIGNALS | SCOPE_ABSTRACT_SOCKETS if version >= ABI_OF_SCOPES else 0
     ruleset = _new_ruleset(MAKE_BLOCK, scopes)
     try:

@@ -1,8 +1,8 @@
-"""Where a path of a confined sandbox really is: names inside to names outside, and back.
+"""Translate the paths of a sandbox without namespaces: names inside to names outside, and back.
 
-Only beginnings change. The kernel follows everything else itself, because links inside that begin with `/` are made
-with names outside, and read with names inside. What is shared with the host, such as /usr, has the same name outside;
-in the sandbox's own root there are empty folders in its place.
+Only prefixes change. The kernel resolves the rest itself, because absolute links are created with names outside, and
+read with names inside. A folder that is shared with the host, such as /usr, has the same name outside; the sandbox's
+own root has an empty folder in its place.
 """
 
 from _collections_abc import Callable
@@ -14,9 +14,9 @@ class Paths:
     """The names of one sandbox. All paths are bytes."""
 
     def __init__(self, root: bytes, moved: dict[bytes, bytes], shared: frozenset[bytes]) -> None:
-        """`moved`: top folders that are elsewhere than below `root`.
+        """`moved`: top-level folders that are not below `root`.
 
-        `shared`: what has the same name outside: top folders, and paths below those that are moved.
+        `shared`: paths with the same name outside: top-level folders, and paths below those that are moved.
         """
         self.root = root
         self._moved = moved
@@ -25,7 +25,7 @@ class Paths:
         self._known: dict[bytes, bytes | None] = {}
 
     def outside(self, path: bytes) -> bytes | None:
-        """The name outside of an absolute path; None where it is the same."""
+        """Return the name outside of an absolute path; None if it is the same."""
         try:
             return self._known[path]
         except KeyError:
@@ -36,9 +36,9 @@ class Paths:
         return found
 
     def outside_from(self, path: bytes, folder: Callable[[], bytes | None]) -> bytes | None:
-        """The same for any path; `folder` gives the name outside of what a relative path begins at.
+        """Return the same for any path. `folder` returns the name outside of the folder that a relative path starts at.
 
-        None if that is too long to be given: the kernel then follows the path from there by itself.
+        That is None if the name is too long: the kernel then resolves the path itself.
         """
         if path[:1] == b"/":
             return self.outside(path)
@@ -58,7 +58,7 @@ class Paths:
         return (self._find(b"/" + path) or _normal(path)) if start == b"/" else None
 
     def inside(self, path: bytes) -> bytes:
-        """The name inside of what the kernel calls `path`."""
+        """Return the name inside of a path as the kernel reports it."""
         for outer, inner in ((self.root, b""), *((place, b"/" + top) for top, place in self._moved.items())):
             if path == outer or path.startswith(outer + b"/"):
                 return inner + path[len(outer) :] or b"/"
@@ -86,7 +86,7 @@ class Paths:
         return any(plain == path or plain.startswith(path + b"/") for path in self._shared_below[top])
 
     def _climbs_out(self, start: bytes, parts: list[bytes]) -> bool:
-        """Whether it leads above the root, or up to it from a folder whose parent outside is another."""
+        """Whether it leads above the root, or up to it from a folder that has another parent outside."""
         depth = len([part for part in start.split(b"/") if part])
         top = _top(start) or parts[0]
         for part in parts:
@@ -101,7 +101,7 @@ def _top(path: bytes) -> bytes:
 
 
 def _normal(path: bytes) -> bytes:
-    """Without `.` and `..`, as text."""
+    """Return the path without `.` and `..`, without looking at the file system."""
     parts: list[bytes] = []
     for part in path.split(b"/"):
         if part == UP:

@@ -1,7 +1,7 @@
-"""The system calls of a confined sandbox: which are refused, and which the tracer is asked about first.
+"""The seccomp filter of a sandbox without namespaces: system calls that are refused, and those that the tracer checks.
 
-A seccomp filter, made here instruction by instruction; x86-64 only, as are the numbers in `tracer`. Runs where a
-sandbox is started, on the standard library alone.
+It is built instruction by instruction, for x86-64 only, like the numbers in `tracer`. Runs where a sandbox is started,
+with the standard library only.
 """
 
 import ctypes
@@ -18,22 +18,22 @@ LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0
 NUMBER, ARCH, ARGS = 0, 4, 16
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 AF_UNIX = 1
-SOCK_DGRAM = 2  # a bit that streams (1) and sequences of packets (5) do not have
+SOCK_DGRAM = 2  # a bit that SOCK_STREAM (1) and SOCK_SEQPACKET (5) do not have
 CLONE_UNTRACED, CLONE_NAMESPACES = 0x00800000, 0x7E020000
 SOCKET, SOCKETPAIR, PRCTL, SETPRIORITY, SECCOMP = 41, 53, 157, 141, 317
 SECCOMP_SET_MODE_FILTER = 1
 PR_SET_DUMPABLE = 4
-"""Done by nobody, though the caller is told so: a process that closes its memory could not be traced any more."""
+"""Reported as successful but not done: a process that is not dumpable cannot be traced."""
 
 UNKNOWN = (
     {425: "io_uring_setup", 426: "io_uring_enter", 427: "io_uring_register", 437: "openat2"}
-    | {435: "clone3"}  # its flags are out of a filter's sight
+    | {435: "clone3"}  # a filter cannot read its flags
     | {132: "utime", 235: "utimes", 261: "futimesat"}
-    | {319: "memfd_create", 447: "memfd_secret"}  # memory of no process, which could not be summed up
+    | {319: "memfd_create", 447: "memfd_secret"}  # memory that belongs to no process and could not be counted
 )
-"""Answered as by a kernel that does not have them: programs take another call."""
+"""Answered as by a kernel that does not have them: programs fall back to other calls."""
 FIRST_UNKNOWN = 463
-"""So are all calls that are newer than this list, and those of another architecture's numbering."""
+"""Calls from this number on are answered in the same way: they are newer than this list, or of another ABI."""
 FORBIDDEN = (
     {101: "ptrace", 310: "process_vm_readv", 311: "process_vm_writev", 312: "kcmp", 438: "pidfd_getfd"}
     | {155: "pivot_root", 161: "chroot", 163: "acct", 165: "mount", 166: "umount2", 167: "swapon", 168: "swapoff"}
@@ -41,14 +41,14 @@ FORBIDDEN = (
     | {303: "name_to_handle_at", 304: "open_by_handle_at", 272: "unshare", 308: "setns", 300: "fanotify_init"}
     | {428: "open_tree", 429: "move_mount", 430: "fsopen", 431: "fsconfig", 432: "fsmount", 442: "mount_setattr"}
     | {256: "migrate_pages", 279: "move_pages", 251: "ioprio_set", 134: "uselib", 135: "personality"}
-    # What outlives a sandbox, or is shared by all processes of a user.
+    # Objects that outlive a sandbox, or are shared by all processes of a user.
     | {29: "shmget", 30: "shmat", 31: "shmctl", 64: "semget", 65: "semop", 66: "semctl", 220: "semtimedop"}
     | {68: "msgget", 69: "msgsnd", 70: "msgrcv", 71: "msgctl", 240: "mq_open", 241: "mq_unlink"}
-    # What Landlock does not guard.
+    # Not restricted by Landlock.
     | {188: "setxattr", 189: "lsetxattr", 197: "removexattr", 198: "lremovexattr"}
 )
 PRETENDED = {92: "chown", 93: "fchown", 94: "lchown", 260: "fchownat"}
-"""Done by nobody, though the caller is told so: there is one user only, who is called root."""
+"""Reported as successful but not done: there is only one user, named root."""
 
 
 def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -56,12 +56,12 @@ def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _answer(number: int, action: int) -> bytes:
-    """For one call, whatever its arguments."""
+    """Answer one call, whatever its arguments are."""
     return _step(JUMP_EQUAL, number, 0, 1) + _step(RETURN, action)
 
 
 def _answer_by(number: int, *tests: tuple[int, int, int], then: int, otherwise: int) -> bytes:
-    """For one call: `then` where the lower halves of arguments pass all of the tests (argument, comparison, value)."""
+    """Answer one call: `then` if the lower halves of arguments pass all tests (argument, comparison, value)."""
     steps = [_step(JUMP_EQUAL, number, 0, 2 * len(tests) + 2)]
     for left, (arg, comparison, value) in zip(range(len(tests) - 1, -1, -1), tests, strict=True):
         steps += [_step(LOAD, ARGS + 8 * arg), _step(comparison, value, 0, 2 * left + 1)]
@@ -69,26 +69,26 @@ def _answer_by(number: int, *tests: tuple[int, int, int], then: int, otherwise: 
 
 
 def _answer_for(number: int, actions: dict[int, int]) -> bytes:
-    """For one call, by the lower half of its first argument; allowed with any other."""
+    """Answer one call by the lower half of its first argument. Other values of it are allowed."""
     steps = b"".join(_step(JUMP_EQUAL, value, 0, 1) + _step(RETURN, action) for value, action in actions.items())
     return _step(JUMP_EQUAL, number, 0, 2 * len(actions) + 2) + _step(LOAD, ARGS) + steps + _step(RETURN, ALLOW)
 
 
 def build(*, network: bool, own_user: bool) -> bytes:
-    """The filter as the kernel takes it."""
+    """Return the filter in the kernel's format."""
     steps = [
         _step(LOAD, ARCH) + _step(JUMP_EQUAL, ARCH_X86_64, 1, 0) + _step(RETURN, KILL),
         _step(LOAD, NUMBER) + _step(JUMP_GREATER_EQUAL, FIRST_UNKNOWN, 0, 1) + _step(RETURN, ERRNO | ENOSYS),
         *(_answer(number, ERRNO | ENOSYS) for number in UNKNOWN),
         *(_answer(number, ERRNO | EPERM) for number in FORBIDDEN),
         *(_answer(number, ERRNO | NOTHING) for number in PRETENDED),
-        # Of all processes of a user, or of a group of them.
+        # For all processes of a user, or of a process group.
         _answer_by(SETPRIORITY, (0, JUMP_GREATER_EQUAL, 1), then=ERRNO | EPERM, otherwise=TRACE),
         *(
             _answer_by(number, (ARGUMENTS.index(register), JUMP_EQUAL, 0), then=ALLOW, otherwise=TRACE)
             for number, register in OF_A_PROCESS.items()
         ),
-        # A filter of the task's own could answer before this one and so keep calls from the tracer.
+        # A filter of the task could answer before this one and so hide calls from the tracer.
         _answer_by(SECCOMP, (0, JUMP_EQUAL, SECCOMP_SET_MODE_FILTER), then=ERRNO | EINVAL, otherwise=ALLOW),
         _answer_for(PRCTL, {PR_SET_DUMPABLE: ERRNO | NOTHING, PR_SET_SECCOMP: ERRNO | EINVAL}),
         _answer_by(CLONE, (0, JUMP_ANY_BIT, CLONE_UNTRACED | CLONE_NAMESPACES), then=ERRNO | EPERM, otherwise=TRACE),
@@ -100,9 +100,9 @@ def build(*, network: bool, own_user: bool) -> bytes:
 
 
 def _sockets(*, network: bool, own_user: bool) -> list[bytes]:
-    """Landlock does not guard sockets that are files.
+    """Restrict sockets, because Landlock does not restrict sockets that are files.
 
-    Where a sandbox has a user of its own, the modes of such files do. Else there are only pairs of connected sockets.
+    If a sandbox has its own user, the permissions of such files do. Otherwise only socket pairs are allowed.
     """
     if network:
         return []
@@ -113,7 +113,7 @@ def _sockets(*, network: bool, own_user: bool) -> list[bytes]:
 
 
 def apply(program: bytes) -> None:
-    """To this process and all it will start. Wants `no_new_privs`, which Landlock sets."""
+    """Apply the filter to this process and its descendants. Needs `no_new_privs`, which Landlock sets."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(code))

@@ -1,13 +1,13 @@
-"""Starts commands for the driver, inside a sandbox: with namespaces as its PID 1. On the standard library alone.
+"""The server inside a sandbox: it starts commands for the driver. With namespaces it is PID 1. Standard library only.
 
 One message on the socket is one request. `run` carries six file descriptors: control, stdin, stdout, stderr, and the
-read ends of the last two; `errand` carries control and, if files are to move, their stream; `kill` and `ping` carry
-control alone. The reply comes over control, as soon as the command itself has ended: what it left in the background
-lives on. Closing control before that kills everything the command started.
+read ends of the last two; `errand` carries control and, if files are copied, their stream; `kill` and `ping` carry only
+control. The reply is sent over control when the command itself has ended; its background processes continue to run.
+Closing control before that kills everything that the command started.
 """
 
-# `socket`, `ctypes`, `signal` and `typing` would double the start-up time: hence the modules beneath them, signalfd and
-# no fancy annotations.
+# `socket`, `ctypes`, `signal` and `typing` would double the start-up time: hence the modules that they are based on,
+# signalfd and few annotations.
 import _ctypes
 import _socket
 import marshal
@@ -28,20 +28,20 @@ SIGNAL_MASK = (1 << (SIGCHLD - 1)).to_bytes(128, sys.byteorder)
 MAX_ANSWER = 4096
 COMMANDS_PATIENCE_S = 30.0
 NUM_LIMITS = 16
-"""Kinds of RLIMIT_, numbered from 0."""
+"""The number of kinds of RLIMIT_, which start at 0."""
 
 type Request = tuple[list[str], str, dict[str, str], int, int]
 
 
 def call(function: str, *args: int | bytes | None) -> int:
-    """Of the C library."""
+    """Call a function of the C library."""
     return _ctypes.call_function(_ctypes.dlsym(LIBC, function), args)
 
 
 class Commands:
-    """Where commands are started when that is not the server itself: a child that they can reach without harm.
+    """A child of the server that starts the commands, so that they cannot reach the server itself.
 
-    All are started by the same one, so that a command can signal what another left running.
+    The same child starts all of them, so that a command can signal what another left running.
     """
 
     def __init__(self, stand_apart: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Commands:
         theirs.close()
 
     def _hand_over(self, fds: list[int]) -> bool:
-        """Whether the child has taken it. One that a command has stopped is killed."""
+        """Pass a request to the child and return whether it took it. A child that a command has stopped is killed."""
         data = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
         try:
             self._requests.sendmsg([b"run"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, data)], _socket.MSG_NOSIGNAL)
@@ -78,7 +78,7 @@ class Commands:
 
 
 def standing() -> tuple[object, ...]:
-    """What other processes of the same user may change of this one: its limits, and when and where it runs."""
+    """Return what other processes of the same user can change of this one: its limits and its scheduling."""
     limits = [resource.getrlimit(kind) for kind in range(NUM_LIMITS)]
     return limits, os.sched_getaffinity(0), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -86,7 +86,7 @@ def standing() -> tuple[object, ...]:
 def serve(
     requests: _socket.socket, commands: Commands | None = None, *, receipt: bytes = b"", can_kill_all: bool = True
 ) -> None:
-    """Answer requests until the driver is gone; then the kernel, or the watcher, ends every process in here."""
+    """Answer requests until the driver ends; then the kernel, or the watcher, ends every process in here."""
     before = standing()
     while True:
         message, fds = receive(requests)
@@ -121,15 +121,15 @@ def receive(requests: _socket.socket) -> tuple[bytes, list[int]]:
 
 def kill_everything() -> None:
     try:
-        os.kill(-1, SIGKILL)  # all at once, so that a fork bomb cannot outrun it
-        os.waitpid(-1, 0)  # with SIGCHLD ignored: returns when the last child is gone
+        os.kill(-1, SIGKILL)  # all at once, so that a fork bomb cannot escape it
+        os.waitpid(-1, 0)  # with SIGCHLD ignored: returns when the last child has ended
     except (ProcessLookupError, ChildProcessError):
         return
 
 
 def supervise(control: _socket.socket, stdio: list[int], outputs: list[int]) -> None:
-    """Run one command, report its return code, and kill its whole tree if the driver hangs up first."""
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the tree become ours, so none is lost
+    """Run one command, report its return code, and kill its whole tree if the driver closes control first."""
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process, so none is lost
     call("signal", SIGCHLD, SIG_DFL)
     call("sigprocmask", SIG_BLOCK, SIGNAL_MASK, None)
     exits = call("signalfd", -1, SIGNAL_MASK, os.O_CLOEXEC)
@@ -147,14 +147,14 @@ def supervise(control: _socket.socket, stdio: list[int], outputs: list[int]) -> 
         return
     try:
         control.sendall(code.to_bytes(4, "big"))
-        control.recv(1)  # the driver hangs up once it has read the output
+        control.recv(1)  # the driver closes it when it has read the output
     except OSError:
         pass
     drain(outputs, exits)
 
 
 def run_errand(control: _socket.socket, streams: list[int]) -> None:
-    """Answer `done`, or why not. A driver that is gone reads no answer: nothing here waits for it."""
+    """Run a file operation and answer `done`, or the error. Does not wait for a driver that has ended."""
     os.umask(0o022)
     request: tuple[str, list[object]] | None = read_request(control)
     if request is None:
@@ -163,7 +163,7 @@ def run_errand(control: _socket.socket, streams: list[int]) -> None:
     try:
         ERRANDS[name](*streams, *args)
         answer = "done"
-    except Exception as error:  # whatever it is, the driver is to know
+    except Exception as error:  # any error is reported to the driver
         answer = str(error)[:MAX_ANSWER] or type(error).__name__
     try:
         control.sendall(os.fsencode(answer))
@@ -171,7 +171,7 @@ def run_errand(control: _socket.socket, streams: list[int]) -> None:
         return
 
 
-def read_request(control: _socket.socket):  # a tuple, as the driver made it
+def read_request(control: _socket.socket):  # a tuple, as the driver encoded it
     size = int.from_bytes(read_exactly(control, 4), "big")
     body = read_exactly(control, size)
     return marshal.loads(body) if size and len(body) == size else None
@@ -185,14 +185,14 @@ def read_exactly(control: _socket.socket, size: int) -> bytes:
 
 
 def execute(request: Request, stdio: list[int]) -> None:
-    """Become the command. The limits are set here, so that the server itself can still fork."""
+    """Replace this process by the command. The limits are set here, so that the server itself can still fork."""
     argv, cwd, env, max_processes, max_memory = request
     try:
         os.setsid()
         os.umask(0o022)
         for target, fd in enumerate(stdio):
             os.dup2(fd, target)
-        for signal in (SIGPIPE, SIGXFSZ):  # Python ignores them, and an ignored signal stays so across exec
+        for signal in (SIGPIPE, SIGXFSZ):  # Python ignores them, and exec keeps that
             call("signal", signal, SIG_DFL)
         call("sigprocmask", SIG_UNBLOCK, SIGNAL_MASK, None)
         os.chdir(cwd)
@@ -201,14 +201,14 @@ def execute(request: Request, stdio: list[int]) -> None:
             resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
         if max_memory:  # not RLIMIT_AS: node and java reserve far more than they use
             resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
-        os.execve(argv[0], [os.path.basename(argv[0]), *argv[1:]], env)  # bash names itself in its errors
+        os.execve(argv[0], [os.path.basename(argv[0]), *argv[1:]], env)  # bash prints its name in errors
     except (OSError, ValueError) as error:
         os.write(2, f"sandbox: {error}\n".encode())
     os._exit(126)
 
 
 def wait(child: int, control: _socket.socket, exits: int) -> int | None:
-    """The command's return code, or None when the driver hung up."""
+    """Return the command's return code, or None if the driver closed control."""
     events = select.poll()
     events.register(control.fileno(), select.POLLIN)
     events.register(exits, select.POLLIN)
@@ -224,7 +224,7 @@ def wait(child: int, control: _socket.socket, exits: int) -> int | None:
 
 
 def reap(child: int) -> int | None:
-    """Collect everything that has ended; the return code as a shell gives it, if `child` is among them."""
+    """Reap all processes that have ended. Return the return code of `child`, as in a shell, if it is one of them."""
     code = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -237,7 +237,7 @@ def reap(child: int) -> int | None:
 
 
 def kill_tree() -> None:
-    """Kill every descendant: by process group first, which a fork bomb cannot outrun, then one by one."""
+    """Kill every descendant: first by process group, which a fork bomb cannot escape, then one by one."""
     try:
         while True:
             for child, group in children():
@@ -251,8 +251,8 @@ def kill_tree() -> None:
 
 
 def kill_children() -> None:
-    """The same for the server itself, whose children are reaped by the kernel otherwise."""
-    call("signal", SIGCHLD, SIG_DFL)  # each that ends is reported: its own children are ours from then on
+    """The same for the server itself, whose children the kernel reaps otherwise."""
+    call("signal", SIGCHLD, SIG_DFL)  # each end is reported, and its children become ours
     kill_tree()
     call("signal", SIGCHLD, SIG_IGN)
 
@@ -265,7 +265,7 @@ def send_kill(target: int) -> None:
 
 
 def children() -> list[tuple[int, int]]:
-    """(process, its group) of each child of this process."""
+    """Return each child of this process with its process group."""
     found: list[tuple[int, int]] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -280,7 +280,7 @@ def children() -> list[tuple[int, int]]:
 
 
 def drain(outputs: list[int], exits: int) -> None:
-    """Swallow what background processes still write: a closed pipe would kill them."""
+    """Discard what background processes still write: a closed pipe would kill them."""
     events = select.poll()
     for fd in (*outputs, exits):
         events.register(fd, select.POLLIN)
@@ -299,17 +299,17 @@ def close_others(keep: int) -> None:
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd != keep:
             try:
-                os.close(fd)  # through the folders that this Python was loaded from, the host could be reached
+                os.close(fd)  # the host could be reached through the folders that this Python was loaded from
             except OSError:  # the one that listed the folder
                 pass
     os.set_inheritable(keep, False)
 
 
 def prepare(keep: int) -> None:
-    """Make this process useless to whoever gets to run in here."""
+    """Remove everything from this process that a command could misuse."""
     close_others(keep)
     with open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
+        file.write(b"1000")  # when the host runs out of memory, it kills sandboxes before the trainer
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace; /proc/1/{mem,environ,fd} are closed
     call("signal", SIGCHLD, SIG_IGN)  # the kernel reaps
 
@@ -318,7 +318,7 @@ def run_confined(requests: int, stand_apart: Callable[[], None], *, has_scopes: 
     """Serve without namespaces. `has_scopes`: Landlock lets this process signal its own descendants only."""
     close_others(requests)
     nothing = os.open("/dev/null", os.O_RDWR)
-    for fd in range(3):  # what the watcher has there is not for commands
+    for fd in range(3):  # commands must not get the watcher's
         os.dup2(nothing, fd)
     os.close(nothing)
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,11 +1,11 @@
-"""Gives the processes of a confined sandbox paths of their own, by ptrace: each sees /app and finds its own.
+"""Translate the paths of the processes in a sandbox without namespaces, by ptrace: each sandbox has an /app of its own.
 
-A seccomp filter stops a process at calls that name a path. Where the path is elsewhere, it is written into memory that
-the process was made to map for that, and the argument is put back when the call returns. For files this is a
-convenience, not the boundary: a program could change the path in between, and what it may open is up to Landlock. What
-Landlock does not know (modes, times) the tracer does itself, on a file that it has looked at.
+A seccomp filter stops a process at calls with a path. If the path is elsewhere outside, the translated path is written
+to memory that the tracer made the process map, and the argument is restored when the call returns. For files this is a
+convenience, not the security boundary: a program could change the path meanwhile, and Landlock decides what it may
+open. Changes that Landlock does not control (modes, times) are made by the tracer itself, on a file that it checked.
 
-x86-64 only. Runs where a sandbox is started, on the standard library alone.
+x86-64 only. Runs where a sandbox is started, with the standard library only.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ MASK = (1 << 64) - 1
 
 type PathArguments = tuple[tuple[int, int | None], ...]
 LINK_TARGET = -1
-"""Instead of a folder: only an absolute path is elsewhere. A relative one begins where the link will be."""
+"""Instead of a folder: only an absolute path is translated. A relative one starts at the folder of the link."""
 FIRST: PathArguments = ((0, None),)
 BOTH: PathArguments = ((0, None), (1, None))
 AT: PathArguments = ((1, 0),)
@@ -58,7 +58,7 @@ PLAIN = (
     # rename link; renameat linkat renameat2; symlink symlinkat
     | {82: BOTH, 86: BOTH, 264: BOTH_AT, 265: BOTH_AT, 316: BOTH_AT, 88: SYMLINK, 266: SYMLINK_AT}
 )
-"""The arguments of a call that are paths, each with the argument that is its folder."""
+"""System call -> the arguments that are paths, each with the argument that is its folder."""
 READLINK, READLINKAT, GETCWD, EXECVE, CONNECT, BIND, SENDTO = 89, 267, 79, 59, 42, 49, 44
 CHMOD, FCHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT = 90, 91, 268, 452, 280
 CHANGES = (CHMOD, FCHMOD, FCHMODAT, FCHMODAT2, UTIMENSAT)
@@ -66,28 +66,28 @@ INOTIFY_ADD_WATCH = 254
 CLONE, FORK, VFORK = 56, 57, 58
 NEW_PROCESS = (CLONE, FORK, VFORK)
 OF_A_PROCESS = {302: RDI, 203: RDI, 144: RDI, 142: RDI, 314: RDI, 141: RSI}
-"""prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority: whom they are for."""
+"""prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority -> the target's register."""
 SOCKETS = (CONNECT, BIND, SENDTO)
 TRACED = frozenset(
     (*PLAIN, READLINK, READLINKAT, GETCWD, EXECVE, *CHANGES, *NEW_PROCESS, INOTIFY_ADD_WATCH, CONNECT, BIND)
 )
-"""Whatever their arguments; `seccomp` asks about some others by theirs."""
+"""Calls that are traced whatever their arguments are; `seccomp` selects some others by their arguments."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall  # not the library's `ptrace`, which cannot tell a word that was read from an error
+_syscall = _libc.syscall  # not the library's `ptrace`, which does not distinguish a word that was read from an error
 _syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
 _syscall.restype = ctypes.c_long
 
 
 class Tracer:
-    """Follows one process and all it starts until the last has ended."""
+    """Follows one process and its descendants until the last has ended."""
 
     def __init__(
         self, paths: Paths, writable: tuple[bytes, ...], shared: tuple[bytes, ...], max_processes: int
     ) -> None:
-        """Both are folders by their names outside.
+        """`writable` and `shared` are folders, by their names outside.
 
-        `writable`: their files' modes and times may be changed. `shared`: like those they may be watched.
+        Modes and times of files in `writable` may be changed. Files in both may be watched.
         """
         self._paths = paths
         self._writable = writable
@@ -99,22 +99,23 @@ class Tracer:
         self._word_at = ctypes.addressof(self._word)
         self._threads: set[int] = set()
         self._begun_early: set[int] = set()
-        """Threads that ran, ended or began another program before their parent could tell of them."""
+        """Threads that ran, ended or started another program before the event of their parent arrived."""
         self._replaced_early: set[int] = set()
-        """Of these, those that run another program."""
+        """The ones among them that run another program."""
         self._forking: set[int] = set()
-        """Threads at a call that makes another, which is counted before it exists."""
+        """Threads in a call that creates another thread, which is counted before it exists."""
         self._unreaped: set[int] = set()
-        """Processes that have ended. The kernel keeps each until its parent asks for it."""
+        """Processes that have ended. The kernel keeps each until its parent waits for it."""
         self._servers: set[int] = set()
-        """What was forked from the first process and runs no other program."""
+        """Forks of the first process that run no other program."""
         self._group: dict[int, int] = {}
-        """Of each thread that is not its process's first: that first one."""
+        """The first thread of its process, for each other thread."""
         self._threading: set[int] = set()
-        """Processes at a call that makes a thread."""
+        """Processes in a call that creates a thread."""
         self._scratch: dict[int, int] = {}
+        """The address of the memory that each thread has mapped for the tracer."""
         self._spare: dict[int, list[int]] = {}
-        """Scratch of threads that have ended, for others of their process."""
+        """Such memory of threads that have ended, for other threads of their process."""
         self._on_return: dict[int, Callable[[int], None]] = {}
 
     def seize(self, pid: int) -> None:
@@ -125,7 +126,7 @@ class Tracer:
         self._servers.add(pid)
 
     def run(self) -> None:
-        """Returns when no process is left to follow."""
+        """Return when no process is left to follow."""
         while True:
             try:
                 pid, status = os.waitpid(-1, WALL)
@@ -158,9 +159,10 @@ class Tracer:
         self._request(LISTEN if signal in STOPPING_SIGNALS else CONT, pid)
 
     def _announce(self, pid: int) -> None:
-        """A new process has its parent's scratch, by copy or while the parent waits; a new thread needs its own.
+        """Register a new process or thread.
 
-        So does a process that began before its parent could tell of it.
+        A process has a copy of its parent's scratch memory, or shares it while the parent waits. A thread needs its
+        own, and so does a process that started before the event of its parent arrived.
         """
         child = self._message(pid)
         begun, replaced = child in self._begun_early, child in self._replaced_early
@@ -182,7 +184,7 @@ class Tracer:
             self._scratch[child] = self._scratch[pid]
 
     def _replaced(self, pid: int) -> None:
-        """By another program. If it was a thread that called, it has the process's own number from now on."""
+        """Forget what is known of a process that started another program. A thread that did gets the process's id."""
         former = self._message(pid)
         self._forget(former)
         self._forget(pid)
@@ -194,7 +196,7 @@ class Tracer:
     def _ended(self, pid: int) -> None:
         if pid not in self._threads:
             self._begun_early.add(pid)
-        if pid not in self._group:  # threads leave nothing behind
+        if pid not in self._group:  # the kernel keeps no threads
             self._unreaped.add(pid)
         self._forget(pid)
 
@@ -244,12 +246,12 @@ class Tracer:
         self._request(SYSCALL, pid)
 
     def _answer(self, pid: int, registers: list[int], result: int) -> None:
-        """Without making the call. Errors are negative."""
+        """Return a result without making the call. Errors are negative."""
         self._set(pid, registers, {ORIG_RAX: MASK, RAX: result & MASK})
         self._request(CONT, pid)
 
     def _send_elsewhere(self, pid: int, registers: list[int], arguments: PathArguments) -> None:
-        """Replace the paths among the arguments of a call by their names outside, as long as it runs."""
+        """Replace the paths among the arguments by their names outside, for the duration of the call."""
         changed: dict[int, bytes] = {}
         for argument, folder in arguments:
             path = self._string(pid, registers[ARGS[argument]])
@@ -269,7 +271,7 @@ class Tracer:
     def _call_with(
         self, pid: int, registers: list[int], data: dict[int, bytes], values: dict[int, int] | None = None
     ) -> None:
-        """Let the call go on with other data behind some arguments, and put the arguments back when it returns."""
+        """Continue the call with some arguments pointing to other data, and restore them when it returns."""
         place = self._scratch_of(pid)
         if place is None:
             self._map_scratch(pid, registers)
@@ -295,7 +297,7 @@ class Tracer:
         return self._scratch.get(pid)
 
     def _map_scratch(self, pid: int, registers: list[int]) -> None:
-        """Make the process map some memory for us, then call again what it was about to call."""
+        """Make the process map memory for the tracer, and then repeat its call."""
         wanted = {RDI: 0, RSI: SCRATCH_BYTES, RDX: READ_WRITE, R10: PRIVATE_ANONYMOUS, R8: MASK, R9: 0}
         self._set(pid, registers, {ORIG_RAX: MMAP, **wanted})
 
@@ -304,13 +306,13 @@ class Tracer:
             if self._registers[RAX] < MASK - PAGE:
                 self._scratch[pid] = self._registers[RAX]
                 self._set(pid, registers, {RAX: registers[ORIG_RAX], RIP: registers[RIP] - 2})
-            else:  # no memory: so the call fails
+            else:  # no memory: the call fails
                 self._set(pid, registers, {RAX: self._registers[RAX]})
 
         self._resume_until_return(pid, call_again)
 
     def _begin_process(self, pid: int, registers: list[int]) -> None:
-        """Unless there are too many. Servers are not bound: they must be able to start what ends the others."""
+        """Allow a new process unless there are too many. Servers are not limited: they must be able to kill others."""
         if pid not in self._servers and self._is_full():
             self._answer(pid, registers, -EAGAIN)
             return
@@ -321,7 +323,7 @@ class Tracer:
         self._request(CONT, pid)
 
     def _is_full(self) -> bool:
-        """Whether there are as many processes as may be; those that nobody has asked for count, too."""
+        """Whether the maximum number of processes is reached. Zombies are included."""
         alive = len(self._threads) + len(self._forking)
         if alive + len(self._unreaped) < self._max_processes:
             return False
@@ -329,7 +331,7 @@ class Tracer:
         return alive + len(self._unreaped) >= self._max_processes
 
     def _allow_for_own(self, pid: int, registers: list[int]) -> None:
-        """A call that concerns another process: only if that is in here too, and none that serves the driver."""
+        """Allow a call for another process only if that is in this sandbox too, and not a server."""
         whom = _signed(registers[OF_A_PROCESS[registers[ORIG_RAX]]])
         if whom == 0 or (whom in self._threads and whom not in self._servers):
             self._request(CONT, pid)
@@ -337,7 +339,7 @@ class Tracer:
             self._answer(pid, registers, -EPERM)
 
     def _rename_result(self, pid: int, buffer: int, *, has_end: bool = False) -> None:
-        """A path that the call has written gets its name inside."""
+        """Translate the path that the call has written to its name inside."""
         self._request(GETREGS, pid, self._registers_at)
         size = self._registers[RAX]
         if not 0 < size <= PATH_MAX:
@@ -349,7 +351,10 @@ class Tracer:
             self._set(pid, list(self._registers), {RAX: len(inside) + has_end})
 
     def _read_link(self, pid: int, registers: list[int], arguments: PathArguments, buffer: int, size: int) -> None:
-        """By the tracer: the name outside may be too long for the buffer. Links in /proc are others for everyone."""
+        """Read a link in the tracer, because the name outside may be too long for the buffer.
+
+        Links in /proc are read by the process itself, because they differ between processes.
+        """
         [(argument, folder)] = arguments
         path = self._string(pid, registers[ARGS[argument]])
         at = AT_FDCWD if folder is None else _signed(registers[ARGS[folder]])
@@ -365,7 +370,7 @@ class Tracer:
         self._answer(pid, registers, result)
 
     def _change(self, pid: int, registers: list[int], at: int) -> None:
-        """Change a file's mode or times, which Landlock does not guard, if it is one of the sandbox's own."""
+        """Change a file's mode or times, which Landlock does not control, if it is one of the sandbox's own."""
         number = registers[ORIG_RAX]
         path_at = registers[RDI] if number == CHMOD else registers[RSI]
         is_open = number == FCHMOD or (number == UTIMENSAT and path_at == 0)
@@ -386,7 +391,7 @@ class Tracer:
             self._answer(pid, registers, -(error.errno or EACCES))
 
     def _change_open(self, pid: int, registers: list[int], file: int) -> int:
-        """The result of the call on a file that no other name can lead to any more."""
+        """Return the result of the call on an open file, which can no longer be replaced."""
         name = f"/proc/self/fd/{file}".encode()
         real = os.readlink(name)
         if not _is_below(real, self._writable):
@@ -402,14 +407,14 @@ class Tracer:
         return 0
 
     def _place(self, pid: int, path: bytes, at: int) -> bytes:
-        """The name outside of any path, as the tracer itself can use it."""
+        """Return the name outside of any path, in a form that the tracer itself can use."""
         outside = self._paths.outside_from(path, lambda: _folder(pid, at))
         if outside is not None or path[:1] == b"/":
             return outside or path
         return f"/proc/{pid}/{_link(at)}/".encode() + path
 
     def _watch(self, pid: int, registers: list[int]) -> None:
-        """Landlock does not guard who is told of changes: only what is the sandbox's own, or shared with all."""
+        """Allow inotify, which Landlock does not control, only for files of the sandbox or of shared folders."""
         path = self._string(pid, registers[RSI])
         if not path:
             self._request(CONT, pid)
@@ -425,7 +430,7 @@ class Tracer:
             self._answer(pid, registers, -EACCES)
 
     def _address(self, pid: int, registers: list[int], address: int, size: int) -> None:
-        """Of a socket in the file system."""
+        """Translate the address of a socket in the file system."""
         given = self._read(pid, registers[address], registers[size]) if 3 <= registers[size] <= 128 else b""
         if given[:2] == struct.pack("=H", AF_UNIX) and given[2:3] not in (b"", b"\0"):
             outside = self._paths.outside_from(given[2:].partition(b"\0")[0], lambda: _folder(pid, AT_FDCWD))
@@ -436,7 +441,7 @@ class Tracer:
         self._request(CONT, pid)
 
     def _execute(self, pid: int, registers: list[int]) -> None:
-        """A script's interpreter is found here: the kernel would look for it, and name the script, outside."""
+        """Start a program. A script's interpreter is resolved here: the kernel would use names outside for both."""
         path = self._string(pid, registers[RDI])
         if path is None:
             self._answer(pid, registers, -EFAULT)
@@ -461,7 +466,7 @@ class Tracer:
     def _interpret(
         self, pid: int, registers: list[int], words: list[bytes], arguments: list[int], program: bytes
     ) -> None:
-        """Run the program at `program` with these words before the arguments."""
+        """Run `program` with these words before the arguments."""
         place = self._scratch_of(pid)
         if place is None:
             self._map_scratch(pid, registers)
@@ -476,14 +481,14 @@ class Tracer:
         self._call_with(pid, registers, {RDI: program + b"\0", RSI: table})
 
     def _pointers(self, pid: int, address: int) -> list[int]:
-        """A list of addresses that ends with 0, without the 0; no more than can be passed on."""
+        """Return a list of addresses without the 0 that ends it, at most as many as can be passed on."""
         found: list[int] = []
         while len(found) < MAX_ARGUMENTS and (word := self._peek(pid, address + WORD * len(found))):
             found.append(word)
         return found
 
     def _string(self, pid: int, address: int) -> bytes | None:
-        """What is at the address up to a zero; None where it cannot be read or is too long for a path."""
+        """Return the bytes at the address up to a zero; None if they cannot be read or are too long for a path."""
         found = b""
         at = address & -WORD
         while len(found) < PATH_MAX:
@@ -499,7 +504,7 @@ class Tracer:
         return None
 
     def _read(self, pid: int, address: int, size: int) -> bytes:
-        """Nothing where not all of it can be read."""
+        """Return the bytes at the address; none if not all can be read."""
         found = b""
         for at in range(address & -WORD, address + size, WORD):
             word = self._peek(pid, at)
@@ -509,7 +514,7 @@ class Tracer:
         return found[address % WORD :][:size]
 
     def _write(self, pid: int, address: int, data: bytes) -> bool:
-        """Whole words, with what is there before and after."""
+        """Write bytes as whole words, keeping the bytes before and after them."""
         begin, end = address & -WORD, -(-(address + len(data)) // WORD) * WORD
         before = self._read(pid, begin, address - begin)
         after = self._read(pid, address + len(data), end - address - len(data))
@@ -536,17 +541,17 @@ class Tracer:
         return value.value
 
     def _request(self, request: int, pid: int, data: int = 0) -> None:
-        """Of a process that may be gone by now: then its end is reported next."""
+        """Send a ptrace request. If the process has ended meanwhile, that is reported next."""
         _syscall(PTRACE, request, pid, 0, data)
 
 
 def _address_of(data: bytes) -> int:
-    """In this process; `data` must outlive the call that it is for."""
+    """Return the address in this process. `data` must outlive the call that uses it."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def _signed(value: int) -> int:
-    """A descriptor or a process's number is an int of 32 bits."""
+    """Convert a register to an int of 32 bits, for a descriptor or process id."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
 
@@ -556,12 +561,12 @@ def _is_below(path: bytes, folders: tuple[bytes, ...]) -> bool:
 
 
 def _link(descriptor: int) -> str:
-    """Of a folder that a process has open, or is in, among its own in /proc."""
+    """Return the name in /proc/PID of a folder that a process has open, or is in."""
     return "cwd" if descriptor == AT_FDCWD else f"fd/{descriptor}"
 
 
 def _folder(pid: int, descriptor: int) -> bytes | None:
-    """The name outside of such a folder; None where it is too long, or there is none."""
+    """Return the name outside of such a folder; None if it is too long, or there is none."""
     try:
         return os.readlink(f"/proc/{pid}/{_link(descriptor)}".encode())
     except OSError:
@@ -577,7 +582,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _shebang(path: bytes) -> list[bytes] | None:
-    """The interpreter that a script names, with its argument; None for files that are none, or must not be run."""
+    """Return a script's interpreter and its argument; None for files that are not scripts or not executable."""
     if not os.access(path, os.X_OK):
         return None
     try:

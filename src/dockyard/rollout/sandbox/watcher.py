@@ -1,11 +1,12 @@
-"""Starts, watches and ends a sandbox that has no namespaces: three processes, each more confined than the one before.
+"""Start, watch and end a sandbox without namespaces: three processes, each more restricted than the one before.
 
-The watcher has the driver's rights and runs nothing of the task: it makes the sandbox's folder, sums up what the
-sandbox uses, ends it when the driver is gone or a limit is passed, and removes the folder. The tracer, its child, has
-given up all files but those of the sandbox and, where it could, the driver's user. The server, the tracer's child, does
-what it does in every sandbox; commands come from a child of it, so that they can reach neither server nor tracer.
+The watcher has the driver's rights and runs no code of the task: it creates the sandbox's folder, measures what the
+sandbox uses, ends it when the driver has ended or a limit is exceeded, and removes the folder. The tracer, its child,
+has dropped access to all files except those of the sandbox and, if possible, the driver's user. The server, the
+tracer's child, works as in every sandbox; a child of it starts the commands, so that they reach neither server nor
+tracer.
 
-Runs on the standard library alone, from code that the driver hands over.
+Runs with the standard library only, from code that the driver passes.
 """
 
 import fcntl
@@ -24,54 +25,39 @@ CAPABILITIES = 64
 CHECK_S = 0.5
 LONGEST_GAP_S = 10.0
 DEEPEST = 500
-"""How far folders may be nested: one is held open for each level while files are summed up."""
+"""The maximum depth of folders: one is open for each level while their sizes are added up."""
 SIGKILL = 9
 BLOCK_BYTES = 512
-ENTRY_BYTES = 1024  # of an empty file too: its name and what the disk keeps about it
+ENTRY_BYTES = 1024  # counted for every entry, also an empty file: its name and its metadata
 SPARE_BYTES = 1 << 20
-"""Beyond a task's storage: a download of all of it is one file in memory, with its headers."""
+"""In addition to a task's storage: a download of all of it is one memory file, including headers."""
 
 
 class Settings:
-    """What the driver decided. No dataclass: importing that would take longer than all the rest."""
+    """The driver's settings. Not a dataclass: importing that would take longer than the rest of the start."""
 
-    def __init__(
-        self,
-        *,
-        folder: str,
-        user: int | None,
-        abi: int,
-        network: bool,
-        folders: list[str],
-        open_folders: list[str],
-        etc: dict[str, str],
-        links: dict[str, str],
-        devices: list[str],
-        shared: list[str],
-        readable: list[str],
-        max_processes: int,
-        max_memory_bytes: int,
-        storage_bytes: int,
-    ) -> None:
-        """`links`, from names in the sandbox's folder, lead to what is shared with the host."""
-        self.folder = folder
-        self.user = user
-        self.abi = abi
-        self.network = network
-        self.folders = folders
-        self.open_folders = open_folders
-        self.etc = etc
-        self.links = links
-        self.devices = devices
-        self.shared = shared
-        self.readable = readable
-        self.max_processes = max_processes
-        self.max_memory_bytes = max_memory_bytes
-        self.storage_bytes = storage_bytes
+    folder: str
+    user: int | None
+    abi: int
+    network: bool
+    folders: list[str]
+    open_folders: list[str]
+    etc: dict[str, str]
+    links: dict[str, str]
+    """From names in the sandbox's folder to what is shared with the host."""
+    devices: list[str]
+    shared: list[str]
+    readable: list[str]
+    max_processes: int
+    max_memory_bytes: int
+    storage_bytes: int
+
+    def __init__(self, values: dict[str, object]) -> None:
+        vars(self).update(values)
 
 
 def main(settings: Settings, server_socket: int) -> None:
-    os.setsid()  # or Ctrl-C would end it before it has cleaned up
+    os.setsid()  # otherwise Ctrl-C would end it before it has cleaned up
     server.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         make_folder(settings)
@@ -85,7 +71,7 @@ def main(settings: Settings, server_socket: int) -> None:
 
 
 def run(settings: Settings, server_socket: int) -> None:
-    """Until the sandbox has ended, and every process of it."""
+    """Run the sandbox until all of its processes have ended."""
     ended, held = os.pipe()
     tracer = os.fork()
     if tracer == 0:
@@ -97,12 +83,12 @@ def run(settings: Settings, server_socket: int) -> None:
         if reason := watch(settings, tracer, ended):
             os.write(2, reason.encode() + b"\n")
     finally:
-        os.kill(tracer, SIGKILL)  # the kernel ends whatever it traces
+        os.kill(tracer, SIGKILL)  # the kernel kills the processes that it traces
         reap_all()
 
 
 def make_folder(settings: Settings) -> None:
-    """The sandbox's own files. Only what a task may write belongs to its user."""
+    """Create the sandbox's own files. Only what a task may write belongs to its user."""
     os.umask(0o022)
     folder = settings.folder
     os.mkdir(folder, 0o711)
@@ -134,7 +120,7 @@ def give_away(folder: str, user: int) -> None:
 
 
 def watch(settings: Settings, tracer: int, ended: int) -> str | None:
-    """Returns when the sandbox has ended or is to end; the limit that it passed, if that is why."""
+    """Wait until the sandbox has ended or must be ended. Return the limit that it exceeded, if that is the reason."""
     events = select.poll()
     events.register(0, select.POLLIN)  # held open by the driver as long as it lives
     events.register(ended, select.POLLIN)
@@ -168,9 +154,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def takes_more(pids: list[int], limit: int) -> bool:
-    """Whether they hold more memory that no file on a disk stands for.
+    """Whether the processes use more memory that is not backed by a file on a disk.
 
-    The cheap sum counts a page for each process that has it, so it is only believed when it is small.
+    The fast sum counts a page once for each process that shares it, so it is used only if it is below the limit.
     """
     if sum(kilobytes(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) for pid in pids) << 10 <= limit:
         return False
@@ -179,7 +165,7 @@ def takes_more(pids: list[int], limit: int) -> bool:
 
 
 def kilobytes(file: str, lines: tuple[bytes, ...]) -> int:
-    """The sum of these lines of a file of /proc."""
+    """Return the sum of these lines of a file in /proc."""
     try:
         with open(file, "rb") as content:
             return sum(int(line.split()[1]) for line in content if line.startswith(lines))
@@ -188,14 +174,14 @@ def kilobytes(file: str, lines: tuple[bytes, ...]) -> int:
 
 
 class Folder:
-    """A folder that is being walked, by a descriptor: its path may be too long, or lead elsewhere by now."""
+    """A folder that is being walked, by a descriptor: its path may be too long, or lead elsewhere meanwhile."""
 
     def __init__(self, name: str, parent: int | None = None) -> None:
         self._closed: tuple[int, int] | None = None
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self.fd = os.open(name, os.O_RDONLY | flags, dir_fd=parent)
-        except PermissionError:  # closed to hide what is in it
+        except PermissionError:  # the task removed the permissions to hide the contents
             place = os.open(name, os.O_PATH | flags, dir_fd=parent)
             try:
                 self._closed = place, os.fstat(place).st_mode & 0o7777
@@ -207,11 +193,11 @@ class Folder:
         self.folders: list[str] = []
 
     def measure(self) -> int:
-        """What its own entries take; `folders` are those still to be looked into."""
+        """Return the size of its own entries, and collect its subfolders in `folders`."""
         total = 0
         try:
             names = os.listdir(self.fd)
-        except OSError:  # whatever it is, the others are summed up
+        except OSError:  # the other folders are still counted
             return 0
         for name in names:
             try:
@@ -232,7 +218,7 @@ class Folder:
 
 
 def used_bytes(folder: str, enough: int) -> int:
-    """What the files below take on the disk; no further than `enough`. RecursionError if they lie too deep."""
+    """Return the disk space of all files below, counted up to `enough`. Raise RecursionError if they are too deep."""
     walk = [Folder(folder)]
     total = walk[-1].measure()
     try:
@@ -254,7 +240,7 @@ def used_bytes(folder: str, enough: int) -> int:
 
 
 def reap_all() -> None:
-    """Processes whose parents have ended become ours: when none is left, none of the sandbox is."""
+    """Wait for all children. Orphans become children of this process, so then no process of the sandbox is left."""
     while True:
         try:
             os.waitpid(-1, 0)
@@ -263,19 +249,19 @@ def reap_all() -> None:
 
 
 def trace(settings: Settings, server_socket: int) -> None:
-    """Never returns."""
+    """Be the tracer. Never returns."""
     code = 1
     try:
         with open("/proc/self/oom_score_adj", "wb") as file:
-            file.write(b"1000")  # when the host runs out of memory, sandboxes go before the trainer
+            file.write(b"1000")  # when the host runs out of memory, it kills sandboxes before the trainer
         if settings.user is not None:
             become(settings.user)
-        server.call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # and what it traces ends with it
+        server.call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # and the processes that it traces end with it
         largest = settings.storage_bytes + SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         landlock.restrict_files(rules(settings), settings.abi)
         nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 0)  # a command could open it anew and so keep it from ending
+        os.dup2(nothing, 0)  # a command could open it again and so keep it open
         go, begin = os.pipe()
         child = os.fork()
         if child == 0:
@@ -297,17 +283,17 @@ def trace(settings: Settings, server_socket: int) -> None:
 
 
 def become(user: int) -> None:
-    """A user that owns nothing but the sandbox, for good."""
+    """Change permanently to a user that owns only the sandbox."""
     for capability in range(CAPABILITIES):
         server.call("prctl", PR_CAPBSET_DROP, capability, 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    server.call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or it could not be traced; Landlock keeps others away
+    server.call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise it cannot be traced; Landlock excludes other tracers
 
 
 def serve(settings: Settings, server_socket: int) -> None:
-    """Never returns."""
+    """Be the server. Never returns."""
     try:
         root = os.stat(f"{settings.folder}/root").st_ino
         own_user = settings.user is not None
@@ -342,4 +328,4 @@ def paths(settings: Settings) -> Paths:
 
 
 if __name__ == "__main__":
-    main(Settings(**globals()["SETTINGS"]), int(sys.argv[1]))
+    main(Settings(globals()["SETTINGS"]), int(sys.argv[1]))

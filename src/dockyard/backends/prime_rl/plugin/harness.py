@@ -16,19 +16,18 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
-from dockyard.backends.prime_rl.plugin.taskset import PLUGIN, HarborTaskData
-from dockyard.backends.prime_rl.plugin.trials import Trials, run_to_the_end
+from dockyard.backends.prime_rl.plugin.taskset import HarborTaskData
+from dockyard.backends.prime_rl.plugin.trials import Trials, attempt_of, run_to_the_end
+from dockyard.backends.prime_rl.toml import PLUGIN
 from dockyard.collect.open import NoModel, check_run, open_runner
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
 from dockyard.engine.http import ModelServer
 from dockyard.engine.openai import TextEndpoint
 from dockyard.errors import EngineError, UsageError
 from dockyard.gateway.accounting import SessionLimits
-from dockyard.gateway.echo import EndpointEcho
 from dockyard.gateway.protocol import RefusedError
 from dockyard.gateway.sessions import Sampling
-from dockyard.gateway.text_session import TextSession
-from dockyard.rollout.order import Attempt
+from dockyard.gateway.text_session import EndpointEcho, TextSession
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.paths import RunPaths
 from dockyard.settings.load import load_run_config
@@ -137,14 +136,8 @@ class HarborHarness(vf.Harness[HarborHarnessConfig]):
 
     async def _attempt(self, data: HarborTaskData, trace: vf.Trace, source: Interception) -> Rollout:
         task = replace(load_tasks(Path(data.task_dir))[0], name=data.name or Path(data.task_dir).name)
-        attempt = Attempt(
-            name=f"{task.path.name[:64]}-{trace.id[:16]}",
-            task=task,
-            group=0,
-            index=0,
-            seed=int.from_bytes(blake2b(trace.id.encode(), digest_size=4).digest()),
-            temperature=self._run.sampling.temperature,
-        )
+        seed = int.from_bytes(blake2b(trace.id.encode(), digest_size=4).digest())
+        attempt = attempt_of(task, trace.id, seed=seed, temperature=self._run.sampling.temperature)
         async with self._trials.runner() as shared:
             runner = replace(shared, new_session=source.open_session, limits=_limits(shared, task, trace, data))
             return await runner.run(attempt)

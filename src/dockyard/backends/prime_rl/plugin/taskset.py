@@ -7,12 +7,10 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 
 from dockyard.backends.launch import read_task_list
+from dockyard.backends.prime_rl.toml import PLUGIN
 from dockyard.errors import UsageError
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Task
-
-PLUGIN = "harbor_env"
-"""The module that verifiers imports."""
 
 
 class HarborTaskData(vf.TaskData):

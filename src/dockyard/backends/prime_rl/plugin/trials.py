@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from dockyard.rollout.order import Attempt
 from dockyard.rollout.trial import TrialRunner
+from dockyard.types import Task
 
 
 class Trials:
@@ -33,6 +35,12 @@ class Trials:
                 if not self._num_running:
                     self._runner = None
                     await self._open.aclose()
+
+
+def attempt_of(task: Task, trial_id: str, *, seed: int, temperature: float) -> Attempt:
+    """Return the attempt with this id. The caller groups its rollouts itself."""
+    name = f"{task.path.name[:64]}-{trial_id[:16]}"
+    return Attempt(name=name, task=task, group=0, index=0, seed=seed, temperature=temperature)
 
 
 async def run_to_the_end[T](work: Coroutine[Any, Any, T]) -> T:
