@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dockyard.rl.advantage import group_advantages
+from dockyard.rl.advantage import std_advantage
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -43,7 +43,7 @@ def test_without_lora_all_weights_are_trained():
 
 
 def test_advantages_are_slimes():
-    assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999])
+    assert std_advantage([1.0, 0.0, 0.0, 0.0], ()) == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999])
 
 
 def test_sources_of_tasks_are_told_apart(tmp_path: Path):

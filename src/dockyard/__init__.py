@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from dockyard.config import RunConfig
     from dockyard.convert import HarborTrajectoryConverter
     from dockyard.errors import DockyardError
+    from dockyard.rl.reward import FinishedRollout
     from dockyard.run_dir.reader import Run
     from dockyard.types import Group, Rollout, Segment, Task
 
 __version__ = "0.1.0"
 __all__ = [
     "DockyardError",
+    "FinishedRollout",
     "Group",
     "HarborConfig",
     "HarborRolloutGenerator",
@@ -47,6 +49,7 @@ _MODULES = {
     "dockyard.config": ("RunConfig",),
     "dockyard.convert": ("HarborTrajectoryConverter",),
     "dockyard.errors": ("DockyardError",),
+    "dockyard.rl.reward": ("FinishedRollout",),
     "dockyard.run_dir.reader": ("Run",),
     "dockyard.types": ("Group", "Rollout", "Segment", "Task"),
 }

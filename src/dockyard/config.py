@@ -30,6 +30,7 @@ Resumable = Annotated[T, OnResume.MAY_CHANGE]
 HTTP_URL = r"^https?://[^\s@]+$"
 ENGINE = rf"^(transformers|vllm|sglang|openai|{REFERENCE})$"
 FUNCTION = rf"^{REFERENCE}$"
+ADVANTAGE = rf"^(std|mean|leave_one_out|{REFERENCE})$"
 TASK_SOURCES = ("folder", "demo", "trail", "harbor", "swebench", "c2bug", "recorded")
 """The values of `tasks.source` that are not a reference to a class of the user's."""
 SOURCE = rf"^({'|'.join(TASK_SOURCES)}|{REFERENCE})$"
@@ -280,9 +281,14 @@ class GRPOConfig(Config):
     """Rollouts per task. Each is compared with the mean reward of its group."""
     tasks_per_step: Fixed[int] = Field(default=8, ge=1)
     """Tasks (groups) per optimizer step."""
-    advantage: Fixed[Literal["std", "mean", "leave_one_out"]] = "std"
-    """How the baseline is taken. `std`: (reward - group mean) / group standard deviation. `mean`: reward - group mean.
-    `leave_one_out`: reward - mean of the other rollouts."""
+    advantage: Fixed[str] = Field(default="std", pattern=ADVANTAGE)
+    """How rewards become advantages. `std`: (reward - group mean) / group standard deviation. `mean`: reward - group
+    mean. `leave_one_out`: reward - mean of the other rollouts. `module:name`: your own function."""
+    loss: Fixed[str | None] = Field(default=None, pattern=FUNCTION)
+    """Your own loss function, `module:name`, in place of the clipped policy gradient with its KL penalty."""
+    reward: Fixed[str | None] = Field(default=None, pattern=FUNCTION)
+    """Your own reward function, `module:name`: from a finished training rollout to the number that it is trained with.
+    What the verifier said stays recorded. Only `train` calls it; evaluations report the verifier's reward."""
     aggregation: Fixed[Literal["rollout", "token", "constant"]] = "rollout"
     """How token losses are averaged. `rollout`: mean per rollout, then over rollouts. `token`: mean over all tokens.
     `constant`: sum of all tokens, divided by `constant_length` times the number of rollouts."""

@@ -164,7 +164,7 @@ class Rollout:
     """The index of this rollout in its group, from 0."""
     segments: tuple[Segment, ...]
     reward: float | None
-    """None if, and only if, the rollout is dropped from its group."""
+    """What the verifier said. None if, and only if, the rollout is dropped from its group."""
     failure: Failure | None
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Wall time by phase: environment, agent, verifier, total."""
@@ -174,6 +174,13 @@ class Rollout:
     """Segments of calls that the agent's harness did not make. They are never trained on."""
     exchanges: tuple[Exchange, ...] = ()
     """The model calls of a text-mode rollout, which has no segments."""
+    shaped_reward: float | None = None
+    """What `grpo.reward` returned for a training rollout; None if the run has no such function."""
+
+    @property
+    def training_reward(self) -> float | None:
+        """The reward that advantages are computed from: the shaped one if there is one, else the verifier's."""
+        return self.reward if self.shaped_reward is None else self.shaped_reward
 
     @property
     def cut_short(self) -> bool:

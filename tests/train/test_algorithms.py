@@ -14,7 +14,7 @@ from tiny_policy import CPU, tiny_model_dir
 
 from dockyard.config import ALGORITHMS, GRPOConfig, TrainerConfig
 from dockyard.engine.weights import load_model
-from dockyard.rl.advantage import group_advantages, has_signal
+from dockyard.rl.advantage import ADVANTAGES, has_signal, std_advantage
 from dockyard.rl.pack import examples_of, pack
 from dockyard.rollout.blame import BY_NAME
 from dockyard.trainer.policy import Policy
@@ -244,16 +244,16 @@ def test_the_mismatch_is_reported_whatever_the_correction():
 
 
 def test_advantages_of_each_kind():
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "mean") == [0.75, -0.25, -0.25, -0.25]
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "leave_one_out") == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert ADVANTAGES["mean"]([1.0, 0.0, 0.0, 0.0], ()) == [0.75, -0.25, -0.25, -0.25]
+    assert ADVANTAGES["leave_one_out"]([1.0, 0.0, 0.0, 0.0], ()) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     for kind in ("std", "mean", "leave_one_out"):
-        assert group_advantages([0.7, 0.7], kind) == [0.0, 0.0]
+        assert ADVANTAGES[kind]([0.7, 0.7], ()) == [0.0, 0.0]
 
 
 def test_all_segments_of_a_rollout_have_its_one_advantage():
     group = make_groups()[0]
     [first, second] = [e for e in examples_of([group], with_idle=True) if len(e.token_ids) in (45 + 13, 50 + 13)]
-    assert first.advantage == second.advantage == pytest.approx(group_advantages([0.0, 1.0, 0.5, 0.0, 1.0])[1])
+    assert first.advantage == second.advantage == pytest.approx(std_advantage([0.0, 1.0, 0.5, 0.0, 1.0], ())[1])
 
 
 def test_a_rollout_cut_short_is_compared_with_though_it_is_masked():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dockyard.config import GRPOConfig
-from dockyard.rl.advantage import group_advantages
+from dockyard.rl.advantage import ADVANTAGES, std_advantage
 from dockyard.rl.loss import Batch, batch_loss, kl, mismatch_kl, policy_loss
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "slime_grpo_golden.json").read_text())
@@ -91,12 +91,13 @@ def test_the_mismatch_kl_of_many_draws_is_the_divergence_of_engine_and_trainer()
 
 def test_advantages_equal_slimes():
     golden = GOLDEN["group_norm"]
-    assert group_advantages(golden["rewards"]) == pytest.approx(golden["grpo_std(ddof=1,+1e-6)"], rel=1e-5)
+    assert std_advantage(golden["rewards"], ()) == pytest.approx(golden["grpo_std(ddof=1,+1e-6)"], rel=1e-5)
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [0.7, 0.7, 0.7], [-1.0, -1.0], [0.1 + 0.2, 0.3]])
 def test_a_group_without_a_difference_teaches_nothing(rewards: list[float]):
-    assert group_advantages(rewards) == [0.0] * len(rewards)
+    for function in ADVANTAGES.values():
+        assert function(rewards, ()) == [0.0] * len(rewards)
 
 
 @pytest.mark.parametrize("distance", [-500.0, -100.0, 100.0, 500.0])

@@ -193,6 +193,25 @@ async def test_a_run_that_died_right_after_it_was_saved_has_its_adapter_when_it_
         assert file.read_bytes() == saved
 
 
+async def update_here(path: Path, group: Group) -> dict[str, float]:
+    with new_run(path) as run:
+        learner = await load_learner(run, tiny_model_dir(), print, engine=None)
+        return await learner.update((group,))
+
+
+async def test_rewards_that_were_shaped_here_are_what_it_learns_from_there(tmp_path: Path):
+    verified = make_group([1.0, 0.0, 1.0, None])
+    rewards = (0.25, 0.0, 0.75, None)
+    pairs = list(zip(verified.rollouts, rewards, strict=True))
+    shaped = replace(verified, rollouts=tuple(replace(rollout, shaped_reward=value) for rollout, value in pairs))
+    plain = replace(verified, rollouts=tuple(replace(rollout, reward=value) for rollout, value in pairs))
+    with new_run(tmp_path / "run") as run:
+        async with hosted(tmp_path, run) as (_, learner):
+            found = await learner.update((shaped,))
+    assert found == await update_here(tmp_path / "plain", plain)
+    assert found != await update_here(tmp_path / "verified", verified)
+
+
 async def test_an_update_that_is_out_of_turn_is_refused(tmp_path: Path):
     with new_run(tmp_path / "run") as run:
         async with hosted(tmp_path, run) as (_, learner):

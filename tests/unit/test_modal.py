@@ -44,6 +44,14 @@ def test_the_image_has_our_source_and_its_lock_file():
         (["--resume", "runs/x"], "`runs/x` holds no run"),
         (["--env=modal", "--run_dir=runs/x"], "`--run_dir` has no effect"),
         (["--engine.type=vllm", "--engine.url=http://x", "--agent=shell"], "a policy on Modal has its own engine"),
+        (["--grpo.loss=my:loss", "--agent=shell"], "`grpo.loss` is `my:loss`, but the policy is trained on another"),
+        (
+            ["--grpo.advantage=my:f", "--agent=shell"],
+            "`grpo.advantage` is `my:f`, but the policy is trained on another",
+        ),
+        (["--grpo.reward=nowhere:f", "--agent=shell"], "there is no module `nowhere`"),
+        (["--env=modal", "--grpo.reward=my:f"], "`grpo.reward` is `my:f`, but the run is on Modal"),
+        (["--env=modal", "--grpo.advantage=my:f"], "`grpo.advantage` is `my:f`, but the run is on Modal"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(

@@ -1,18 +1,53 @@
-"""Group-relative advantages: each rollout is compared with the others of its task, not with a learned critic."""
+"""Group-relative advantages: each rollout is compared with the others of its task, not with a learned critic.
 
-from collections.abc import Sequence
+An advantage function takes the rewards of a group and its rollouts, in the same order, and returns one number for each.
+`grpo.advantage` selects one of `ADVANTAGES` or names a function of the user's with the same signature.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from dockyard.config import GRPOConfig
+from dockyard.errors import DockyardError
+from dockyard.extension import failed_call, load_function
 from dockyard.types import Group, Rollout
 
 _EPSILON = 1e-6
 _ALIKE = 1e-9
 """Rewards that differ by no more than this are equal up to rounding."""
 _BUFFER_SHARE = 5
+
+type AdvantageFunction = Callable[[Sequence[float], Sequence[Rollout]], Sequence[float]]
+
+
+def std_advantage(rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
+    """(reward - group mean) / (sample standard deviation of the group + 1e-6), as in GRPO."""
+    differences = _differences(rewards)
+    if not differences.any():
+        return differences.tolist()
+    return (differences / (np.std(rewards, ddof=1) + _EPSILON)).tolist()
+
+
+def mean_advantage(rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
+    """Reward - group mean, as in Dr. GRPO."""
+    return _differences(rewards).tolist()
+
+
+def leave_one_out_advantage(rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
+    """Reward - mean of the other rollouts, as in RLOO."""
+    return (_differences(rewards) * len(rewards) / max(len(rewards) - 1, 1)).tolist()
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "std": std_advantage,
+    "mean": mean_advantage,
+    "leave_one_out": leave_one_out_advantage,
+}
+"""The built-in values of `grpo.advantage`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +58,22 @@ class Scored:
     advantage: float
 
 
+def load_advantage(config: GRPOConfig) -> AdvantageFunction:
+    """The function that `grpo.advantage` selects. A wrong reference or signature is a UsageError."""
+    if config.advantage in ADVANTAGES:
+        return ADVANTAGES[config.advantage]
+    return load_function(config.advantage, "grpo.advantage", std_advantage)
+
+
 def scored(group: Group, config: GRPOConfig) -> list[Scored]:
-    """The rollouts with a reward and their advantages; none if there are fewer than two to compare."""
+    """The rollouts with a reward and their advantages; empty if there are fewer than two to compare."""
     rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
     if len(rollouts) < 2:
         return []
-    rewards = [(rollout.reward or 0.0) - _overlong_penalty(rollout.num_sampled, config) for rollout in rollouts]
-    advantages = group_advantages(rewards, config.advantage)
+    rewards = [
+        (rollout.training_reward or 0.0) - _overlong_penalty(rollout.num_sampled, config) for rollout in rollouts
+    ]
+    advantages = _advantages(rewards, rollouts, group.task, config)
     return [Scored(rollout=rollout, advantage=value) for rollout, value in zip(rollouts, advantages, strict=True)]
 
 
@@ -38,21 +82,37 @@ def has_signal(group: Group, config: GRPOConfig) -> bool:
     return any(item.advantage for item in scored(group, config))
 
 
-def group_advantages(rewards: Sequence[float], kind: Literal["std", "mean", "leave_one_out"] = "std") -> list[float]:
-    """The reward of each rollout relative to the mean of its group.
+def _advantages(rewards: list[float], rollouts: list[Rollout], task: str, config: GRPOConfig) -> Sequence[float]:
+    function = load_advantage(config)
+    if config.advantage in ADVANTAGES:
+        return function(rewards, rollouts)
+    try:
+        result: Any = function(rewards, rollouts)
+    except Exception as error:  # the function is the user's
+        raise failed_call(error, config.advantage, "grpo.advantage", f"a group of task `{task}`") from error
+    return _checked(result, len(rewards), task, config.advantage)
 
-    `std` divides by the sample standard deviation (ddof 1); `leave_one_out` compares with the mean of the others.
-    In a group of one, and in one whose rewards are equal, every advantage is 0.
-    """
-    if len(rewards) < 2 or max(rewards) - min(rewards) <= _ALIKE:
-        return [0.0] * len(rewards)
+
+def _checked(result: Any, count: int, task: str, reference: str) -> list[float]:
+    """The result of a user's function as numbers. Anything but `count` finite numbers is an error."""
+    try:
+        values = [float(value) for value in result]
+    except (TypeError, ValueError):
+        values = None
+    if values is None or len(values) != count or not all(map(math.isfinite, values)):
+        raise DockyardError(
+            f"`grpo.advantage` is `{reference}`, which returned `{result!r}` for a group of task `{task}`",
+            hint=f"it must return {count} finite numbers, one for each rollout of the group",
+        )
+    return values
+
+
+def _differences(rewards: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Each reward minus their mean: exactly 0 where the rewards are equal up to rounding."""
     values = np.array(rewards, dtype=np.float64)
-    centred = values - values.mean()
-    if kind == "std":
-        centred = centred / (values.std(ddof=1) + _EPSILON)
-    elif kind == "leave_one_out":
-        centred = centred * len(values) / (len(values) - 1)
-    return centred.tolist()
+    if len(values) < 2 or values.max() - values.min() <= _ALIKE:
+        return np.zeros(len(values))
+    return values - values.mean()
 
 
 def _overlong_penalty(num_sampled: int, config: GRPOConfig) -> float:

@@ -1,16 +1,19 @@
 """The loss of trained tokens as a pure function of their logprobs: clipped policy gradient, correction, KL penalty.
 
-A batch may be any part of an update that does not divide segments: weights are relative to the whole update, so the
-losses of its parts add up. "Sequence" means the trained tokens of one segment.
+`grpo.loss` names a function of the user's that takes the place of `batch_loss`, with the same signature. "Sequence"
+means the trained tokens of one segment.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dockyard.config import GRPOConfig
+from dockyard.errors import DockyardError
+from dockyard.extension import failed_call, load_function
 
 _KL_BOUND = 10.0
 _LOG_BOUND = 20.0
@@ -19,30 +22,88 @@ _LOG_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The trained tokens, one entry each."""
+    """Trained tokens, one entry of each tensor per token. Tokens that the policy did not sample are left out.
+
+    An update is divided into batches (micro batches, and rows that share a prefix), each of which has whole segments.
+    The gradients of the batches are added up. So a loss must be a sum over tokens of `weights_N` times the loss of the
+    token, never a mean over the batch: the weights contain the divisor of the whole update. Compare tokens only within
+    their segment, since which segments share a batch depends on memory.
+    """
 
     logprobs_N: Tensor
-    """Under the weights being trained, with a gradient."""
+    """Under the weights being trained. The only entry with a gradient."""
     old_N: Tensor
-    """Under the weights in the denominator of the ratio."""
+    """The denominator of the ratio: `recorded_N`, or with `grpo.correction` the logprobs under the current weights."""
     recorded_N: Tensor
-    """As the engine reported them when it sampled the tokens."""
+    """As the engine reported them when it sampled the tokens. If it did not: under the current weights, or for recorded
+    rollouts under the base model."""
     reference_N: Tensor | None
-    """Under the base model; None if there is no KL penalty."""
+    """Under the base model; None if `grpo.kl_coef` is 0 and nothing else needs them."""
     advantages_N: Tensor
+    """The advantage of the token's rollout, 0 for rollouts that are no better or worse than their group."""
     weights_N: Tensor
+    """The weight of the token in the loss, as `grpo.aggregation` defines it relative to the whole update."""
     segments_N: Tensor
-    """Which segment the token belongs to, from 0."""
+    """Which segment of this batch the token belongs to, from 0. A rollout has several if its history was rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The loss of a batch, and its parts per token."""
+    """The loss of a batch, and two values per token for the metrics."""
 
     total: Tensor
+    """A scalar with a gradient."""
     clipped_N: Tensor
-    """1 where clipping removed the gradient."""
+    """1 where clipping removed the gradient, else 0. Its mean is `train/clip_fraction`."""
     kl_N: Tensor
+    """The KL estimate, 0 if there is none. Its mean is `train/kl`."""
+
+
+type LossFunction = Callable[[Batch, GRPOConfig], Loss]
+
+
+def load_loss(config: GRPOConfig) -> LossFunction:
+    """The function that `grpo.loss` names, with its results checked; `batch_loss` if it names none.
+
+    A wrong reference or signature is a UsageError.
+    """
+    reference = config.loss
+    if reference is None:
+        return batch_loss
+    function = load_function(reference, "grpo.loss", batch_loss)
+
+    def checked_loss(batch: Batch, config: GRPOConfig) -> Loss:
+        try:
+            loss: Any = function(batch, config)
+        except torch.OutOfMemoryError:
+            raise  # the policy retries with fewer activations
+        except Exception as error:  # the function is the user's
+            about = f"a batch of {len(batch.logprobs_N)} tokens"
+            raise failed_call(error, reference, "grpo.loss", about) from error
+        if problem := _loss_problem(loss, len(batch.logprobs_N)):
+            raise DockyardError(
+                f"`grpo.loss` is `{reference}`, which returned {problem}",
+                hint="see `Loss` in `dockyard.rl.loss`: a scalar `total` that depends on `batch.logprobs_N`, and "
+                "`clipped_N` and `kl_N` with one value per token",
+            )
+        return loss
+
+    return checked_loss
+
+
+def _loss_problem(loss: Any, num_tokens: int) -> str | None:
+    """What is wrong with the result of a user's function; None if it can be used."""
+    if not isinstance(loss, Loss):
+        return f"`{loss!r}`, which is not a `Loss`"
+    for name, value in {"total": loss.total, "clipped_N": loss.clipped_N, "kl_N": loss.kl_N}.items():
+        if not isinstance(value, Tensor):
+            return f"a `Loss` whose `{name}` is `{value!r}`, not a tensor"
+        expected = () if name == "total" else (num_tokens,)
+        if tuple(value.shape) != expected:
+            return f"a `Loss` whose `{name}` has the shape {tuple(value.shape)} instead of {expected}"
+    if not loss.total.requires_grad:
+        return "a `Loss` whose `total` has no gradient"
+    return None
 
 
 def batch_loss(batch: Batch, config: GRPOConfig) -> Loss:

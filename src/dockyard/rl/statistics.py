@@ -11,8 +11,10 @@ from dockyard.types import Rollout
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """The metrics of a step's rollouts."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    shaped = [rollout.shaped_reward for rollout in rollouts if rollout.shaped_reward is not None]
     return {
         "reward/mean": fmean(rewards) if rewards else float("nan"),
+        **({"reward/shaped_mean": fmean(shaped)} if shaped else {}),
         "rollout/count": float(len(rollouts)),
         "rollout/lost": float(len(rollouts) - len(rewards)),
         "rollout/segments": fmean(len(rollout.segments) for rollout in rollouts),
@@ -45,7 +47,7 @@ def gateway_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def gateway_line(metrics: dict[str, float]) -> str:
-    """The same as a line of text."""
+    """The gateway's metrics as a line of text."""
     if not metrics:
         return ""
     branches = {name.removeprefix("gateway/branch_"): count for name, count in metrics.items() if "branch_" in name}

@@ -1,12 +1,12 @@
 """The rollouts to make: `Order`, its `Attempt`s, and the phases of each. Imports no Harbor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Self
 
-from dockyard.types import Task
+from dockyard.types import Rollout, Task
 
 
 class Phase(StrEnum):
@@ -64,6 +64,8 @@ class Order:
     """The tasks that `further` continues with, in this order."""
     first_group: int = 0
     """The number of the phase's groups before this order."""
+    shape: Callable[[Attempt, Rollout], Rollout] | None = None
+    """Adds the shaped reward to a rollout that has a reward, before it is recorded."""
 
     def further(self, count: int) -> Self:
         """The next `count` spare tasks, as further groups of the same phase."""

@@ -51,8 +51,8 @@ class RolloutPool:
             rollout = await self.make(attempt)
             if rollout.reward is not None:
                 # Shielded: a run that is stopped now still records finished rollouts.
-                recording = loop.run_in_executor(None, self._record, order.phase, attempt.group, rollout)
-                await asyncio.shield(recording)
+                recording = loop.run_in_executor(None, self._finish, order, attempt, rollout)
+                rollout = await asyncio.shield(recording)
             done[attempt.group, attempt.index] = rollout
             on_finish(rollout)
 
@@ -112,6 +112,12 @@ class RolloutPool:
             await asyncio.sleep(wait_s)
             wait_s *= 2
         return await self.runner.run(attempt)
+
+    def _finish(self, order: Order, attempt: Attempt, rollout: Rollout) -> Rollout:
+        """Shape the reward if the order says so, and record the rollout."""
+        finished = order.shape(attempt, rollout) if order.shape else rollout
+        self._record(order.phase, attempt.group, finished)
+        return finished
 
     def _record(self, phase: str, group: int, rollout: Rollout) -> None:
         self.run.write_rollout(phase, rollout, group=group, transcript=self.transcribe(rollout))

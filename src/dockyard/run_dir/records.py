@@ -47,6 +47,7 @@ def to_line(recorded: RecordedRollout) -> bytes:
             kind=rollout.kind,
             attempt=rollout.attempt,
             reward=rollout.reward,
+            shaped_reward=rollout.shaped_reward,
             failure=rollout.failure and replace(rollout.failure, message=replace_surrogates(rollout.failure.message)),
             seconds=rollout.seconds,
             stats=rollout.stats,
@@ -62,7 +63,8 @@ def to_line(recorded: RecordedRollout) -> bytes:
             f"a rollout of `{rollout.task}` cannot be recorded: `{key}` is `{details['input']}`; {details['msg']}",
             hint="a NaN comes from the engine or the verifier; earlier rollouts are kept",
         ) from error
-    return line.model_dump_json().encode()
+    # Left out if there is none, so that older versions can read the records of a run without shaping.
+    return line.model_dump_json(exclude={"shaped_reward"} if line.shaped_reward is None else None).encode()
 
 
 def from_line(data: bytes) -> RecordedRollout:
@@ -76,6 +78,7 @@ def from_line(data: bytes) -> RecordedRollout:
         untrusted=tuple(segment.segment() for segment in line.untrusted),
         exchanges=tuple(line.exchanges),
         reward=line.reward,
+        shaped_reward=line.shaped_reward,
         failure=line.failure,
         seconds=line.seconds,
         stats=line.stats,
@@ -130,6 +133,8 @@ class _Line(BaseModel):
     kind: str
     attempt: int
     reward: float | None
+    shaped_reward: float | None = None
+    """Absent in the records of runs without `grpo.reward`."""
     failure: Failure | None
     seconds: dict[str, float]
     stats: dict[str, int]

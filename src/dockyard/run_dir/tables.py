@@ -40,6 +40,8 @@ def rollouts_table(recorded: Sequence[RecordedRollout], *, tokens: bool) -> Tabl
         "num_sampled": pa.array([rollout.num_sampled for rollout in rollouts], pa.int64()),
         "transcript": pa.array([item.transcript for item in recorded], pa.string()),
     }
+    if any(rollout.shaped_reward is not None for rollout in rollouts):
+        columns["shaped_reward"] = pa.array([rollout.shaped_reward for rollout in rollouts], pa.float64())
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.seconds):
         columns[f"seconds/{name}"] = pa.array([rollout.seconds.get(name) for rollout in rollouts], pa.float64())
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.stats):

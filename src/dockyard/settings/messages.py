@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from dockyard.config import ENGINE, FUNCTION, HTTP_URL, SOURCE, TASK_SOURCES, Config
+from dockyard.config import ADVANTAGE, ENGINE, FUNCTION, HTTP_URL, SOURCE, TASK_SOURCES, Config
 from dockyard.errors import UsageError
 from dockyard.settings.text import expected_text, settings_by_key, toml_value
 
@@ -30,6 +30,7 @@ _PATTERNS = {
     ENGINE: "`transformers`, `vllm`, `sglang`, `openai`, or `module:Class`, a class of yours",
     FUNCTION: "`module:name`, a function of yours",
     SOURCE: f"{', '.join(f'`{name}`' for name in TASK_SOURCES)}, or `module:Class`, a class of yours",
+    ADVANTAGE: "`std`, `mean`, `leave_one_out`, or `module:name`, a function of yours",
 }
 
 

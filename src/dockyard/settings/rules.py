@@ -151,9 +151,10 @@ def _ignored(config: RunConfig) -> Ignored:
 def _ignored_by_loss(grpo: GRPOConfig) -> Ignored:
     circumstances = {
         f"`grpo.aggregation` is `{grpo.aggregation}`": (grpo.aggregation != "constant", ("grpo.constant_length",)),
-        # With a correction the ratio is taken to the current weights, so it is 1 and cannot be clipped.
+        # With a correction the ratio is taken to the current weights, so it is 1 and cannot be clipped. A loss of the
+        # user's may read any of them.
         f"`grpo.correction` is `{grpo.correction}`": (
-            True,
+            grpo.loss is None,
             ("grpo.correction_cap",)
             if grpo.correction == "none"
             else ("grpo.ratio", "grpo.clip_low", "grpo.clip_high"),
@@ -176,4 +177,4 @@ def _that_hold(circumstances: dict[str, tuple[bool, tuple[str, ...]]]) -> Ignore
 def _not_read(source: str) -> tuple[str, ...]:
     others = TasksConfig.model_fields.keys() - {"source", *READ_BY_SOURCE.get(source, _READ_BY_CUSTOM)}
     found = tuple(f"tasks.{name}" for name in sorted(others))
-    return (*found, "grpo.max_tries") if source == "recorded" else found
+    return (*found, "grpo.max_tries", "grpo.reward") if source == "recorded" else found

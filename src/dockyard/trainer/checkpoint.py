@@ -1,4 +1,4 @@
-"""Checkpoints: the trained weights, the optimiser's state, and the random state.
+"""Checkpoints: the trained weights, the optimizer's state, and the random state.
 
 A resumed run needs nothing else besides its records: the seed and the step determine which tasks are due, and rollouts
 that were started early are recorded with the version of each token.

@@ -71,7 +71,8 @@ def _prompting(about: Mapping[str, Any], *, thinks: bool) -> list[str]:
     lines = [f"Sampled at temperature {about['temperature']:g}, without top-p, top-k or penalties."]
     if about["tool_calls"] == "preamble":
         lines.append(
-            "Tools were told in the system text, because the chat template knows none; `dockyard serve` does that."
+            "Tools were described in the system text, because the chat template has no place for them; "
+            "`dockyard serve` does so too."
         )
     else:
         lines.append(f"Tools and tool calls were written as the chat template does (`{about['tool_calls']}`).")

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.engine.protocol import Engine
+from dockyard.rl.reward import RewardShaping
 from dockyard.rollout.order import Order
 from dockyard.run_dir.run import step_phase
 from dockyard.tasks.order import due, spare
@@ -95,6 +96,8 @@ class TaskRollouts:
     progress: TrainingProgress
     choose: Callable[[int], list[Task]] | None = None
     """Returns the tasks of a step. None: each task once per pass, in an order that the seed determines."""
+    shaping: RewardShaping | None = None
+    """Shapes the rewards of training rollouts. Orders of evaluations, which `gather` makes, do not use it."""
     _begun: dict[int, "_Collection"] = field(default_factory=dict[int, "_Collection"])
 
     async def collect(self, step: int) -> tuple[Group, ...]:
@@ -136,6 +139,7 @@ class TaskRollouts:
             seed=self.config.seed,
             stream=step_phase(step),
             spare=self._spare(step, tasks),
+            shape=self.shaping.shape if self.shaping else None,
         )
 
 

@@ -27,6 +27,7 @@ from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
 from dockyard.errors import UsageError
 from dockyard.gateway.render.renderer import Renderer
+from dockyard.rl.reward import open_shaping
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.order import CustomOrder
 from dockyard.trainer.display import TrainingProgress
@@ -233,8 +234,11 @@ async def _attempts(
     renderer = None if isinstance(engine, TextEndpoint) else inputs.renderer
     tasks, order = inputs.tasks.train, config.tasks.order
     choose = CustomOrder(reference=order, tasks=tasks, run=inputs.run).due if order else None
+    shaping = open_shaping(config.grpo, inputs.renderer, inputs.run.paths.trials)
     async with open_pool(config, inputs.run, engine, renderer, progress.phases) as pool:
-        attempts = TaskRollouts(pool=pool, tasks=tasks, config=config, progress=progress, choose=choose)
+        attempts = TaskRollouts(
+            pool=pool, tasks=tasks, config=config, progress=progress, choose=choose, shaping=shaping
+        )
         try:
             yield attempts
         finally:

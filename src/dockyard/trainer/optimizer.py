@@ -1,7 +1,7 @@
 """AdamW in float32, whatever the number format of the trained weights.
 
 A step is often smaller than the spacing of bfloat16 numbers and would be lost. So weights in a narrower format have a
-float32 master copy, which the optimiser updates; the weights are that copy, rounded.
+float32 master copy, which the optimizer updates; the weights are that copy, rounded.
 """
 
 import math

@@ -17,7 +17,7 @@ from torch import Tensor
 from dockyard.config import GRPOConfig, TrainerConfig
 from dockyard.engine.weights import share_weights
 from dockyard.errors import DockyardError
-from dockyard.rl.loss import Batch, batch_loss, mismatch_kl
+from dockyard.rl.loss import Batch, load_loss, mismatch_kl
 from dockyard.rl.pack import PackedRow, examples_of
 from dockyard.rl.trees import Tree, plant
 from dockyard.trainer import checkpoint
@@ -54,6 +54,7 @@ class Policy:
         self.version = 0
         self._config = trainer
         self._grpo = grpo
+        self._loss_function = load_loss(grpo)
         self._temperature = temperature
         self._anchored = anchored
         self._trained = self._network.trained
@@ -64,15 +65,17 @@ class Policy:
         return share_weights(self.model)
 
     def update(self, groups: Sequence[Group], num_steps: int) -> dict[str, float]:
-        """Take one optimiser step on these groups. `num_steps` is the length of the learning rate schedule."""
-        examples = examples_of(groups, self._grpo, with_idle=self._grpo.kl_coef > 0)
+        """Take one optimizer step on these groups. `num_steps` is the length of the learning rate schedule."""
+        # A loss of the user's may have a gradient where the advantage is 0.
+        with_idle = self._grpo.kl_coef > 0 or self._grpo.loss is not None
+        examples = examples_of(groups, self._grpo, with_idle=with_idle)
         trees = plant(examples, self._config.micro_batch_tokens)
         metrics = self.train_on(trees, learning_rate(self._config, self.version, num_steps))
         self.version += 1
         return metrics
 
     def train_on(self, trees: Sequence[Tree], lr: float) -> dict[str, float]:
-        """Take one optimiser step on these trees."""
+        """Take one optimizer step on these trees."""
         self._optimizer.zero_grad()
         totals = _Totals()
         for tree in trees:
@@ -121,12 +124,12 @@ class Policy:
     def _loss(self, row: PackedRow, prefix: PrefixPass | None, reference_N: Tensor | None, totals: "_Totals") -> Tensor:
         scores = self._network.scores(row, self._temperature, prefix)
         batch = self._batch(row, scores.logprobs_N, reference_N)
-        loss = batch_loss(batch, self._grpo)
+        loss = self._loss_function(batch, self._grpo)
         known_N = torch.from_numpy(~np.isnan(row.old_logprobs) | self._anchored).to(batch.recorded_N.device)
         totals.add(
             loss=loss.total.detach(),
-            clipped=loss.clipped_N.sum(),
-            kl=loss.kl_N.sum(),
+            clipped=loss.clipped_N.detach().sum(),
+            kl=loss.kl_N.detach().sum(),
             mismatch=(batch.logprobs_N.detach() - batch.recorded_N).abs()[known_N].sum(),
             mismatch_kl=mismatch_kl(batch)[known_N].sum(),
             known=known_N.sum(),

@@ -44,7 +44,9 @@ def load_groups(path: Path, renderer: Renderer, grpo: GRPOConfig) -> tuple[Group
 
 
 def _rewarded(group: Group) -> Group:
-    return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if rollout.reward is not None))
+    """The rollouts with a reward. How another run shaped it does not matter to this one."""
+    known = (rollout for rollout in group.rollouts if rollout.reward is not None)
+    return replace(group, rollouts=tuple(replace(rollout, shaped_reward=None) for rollout in known))
 
 
 @dataclass(slots=True, kw_only=True)

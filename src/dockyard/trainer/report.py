@@ -61,7 +61,7 @@ class RunSummary:
 
     @classmethod
     def of(cls, run: RunDir, wall_s: float) -> Self:
-        """Summarise the run's records."""
+        """Summarize the run's records."""
         trained = [rollout for step in range(run.config.steps) for rollout in _rollouts(run, step_phase(step))]
         metrics = run.read_metrics()
         during = {int(line["step"] or 0) + 1: line["reward/heldout"] for line in metrics if "reward/heldout" in line}

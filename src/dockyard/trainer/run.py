@@ -9,6 +9,7 @@ from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.gateway.render.renderer import Renderer
+from dockyard.rl.functions import check_functions
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.order import with_steps
 from dockyard.trainer.display import TrainingProgress, Words
@@ -44,6 +45,7 @@ def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
     check_trackers(config.tracker)
     check_method(config, remote=remote)
     check_tasks(config)
+    check_functions(config.grpo, remote=remote)
     if makes_rollouts(config):
         from dockyard.collect.open import check_run  # imports Harbor
 

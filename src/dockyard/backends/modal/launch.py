@@ -16,6 +16,7 @@ from dockyard.backends.modal.app import MOUNT, VOLUME, serve_policy, train_there
 from dockyard.backends.modal.learner import RemoteLearner, open_remote_learner
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
+from dockyard.rl.functions import check_functions
 from dockyard.run_dir.run import RunDir
 from dockyard.trainer.run import run_training
 
@@ -25,6 +26,8 @@ _START_TIMEOUT_S = 1800.0  # until a GPU is free and the model is loaded
 _MAX_FAILED_STARTS = 3
 _PATHS = ("model.name", "tasks.train", "tasks.heldout", "tasks.dataset", "tasks.registry", "tasks.repositories")
 """Settings that may be paths on the caller's machine."""
+_FUNCTIONS = ("grpo.advantage", "grpo.loss", "grpo.reward")
+"""Settings that may name a module on the caller's machine."""
 _UNREACHABLE = (
     modal.exception.ConnectionError,
     modal.exception.ServiceError,
@@ -46,6 +49,7 @@ def train_with_remote_policy(config: RunConfig, *, run_dir: RunDir, gpu: str, se
             "`trainer.keep_best` needs every version's adapter here, but a policy on Modal sends only its checkpoints"
         )
         raise UsageError(message, hint="remove it, or use `--env modal` to run everything there")
+    check_functions(config.grpo, remote=True)
     with modal.Dict.ephemeral() as board:
         call = PolicyCall(serve_policy.with_options(gpu=gpu, secrets=_named(secret_names)), board)
         model = uploaded(config.model.name)
@@ -61,10 +65,20 @@ def train_with_remote_policy(config: RunConfig, *, run_dir: RunDir, gpu: str, se
 
 def train_on_modal(words: Sequence[str], name: str, *, resume: bool, gpu: str, secret_names: Sequence[str]) -> int:
     """Run everything on Modal under this name and return the exit code. `words` are arguments of `dockyard train`."""
+    _refuse_functions(words)
     function = train_there.with_options(gpu=gpu, secrets=_named(secret_names))
     code = function.spawn([with_uploaded_path(word) for word in words], name, resume).get()
     logger.info("the run is in the volume; download it with `modal volume get %s runs/%s runs/`", VOLUME, name)
     return code
+
+
+def _refuse_functions(words: Sequence[str]) -> None:
+    """Refuse functions of the user's, whose modules are on the caller's machine only."""
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name in _FUNCTIONS and ":" in value:
+            message = f"`{name}` is `{value}`, but the run is on Modal, which does not have your module"
+            raise UsageError(message, hint=f"remove `{name}`, or train with `dockyard train`")
 
 
 def with_uploaded_path(word: str) -> str:

@@ -66,10 +66,11 @@ _IGNORED = {
         f"grpo.{name}": _OWN_ALGORITHM
         for name in (
             *("algorithm", "advantage", "aggregation", "constant_length", "ratio", "correction", "correction_cap"),
-            *("kl_type", "zero_variance", "overlong", "overlong_length", "overlong_buffer"),
+            *("kl_type", "zero_variance", "overlong", "overlong_length", "overlong_buffer", "loss"),
         )
     },
     "tasks.order": "its orchestrator chooses the tasks of each step",
+    "grpo.reward": "it trains with the verifier's reward; `dockyard train` calls the function",
     "grpo.dynamic_sampling": "it drops groups with equal rewards by itself and samples others",
     "grpo.max_tries": "it drops groups with equal rewards by itself and samples others",
     "trainer.compile": "it has its own setting, `prime_rl.options.trainer.model.compile`",

@@ -40,7 +40,7 @@ from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agree
 from dockyard.collect.run_order import rollouts_in
 from dockyard.convert.samples import SampleNumbers, SampleStatus
 from dockyard.errors import DockyardError, UsageError
-from dockyard.rl.advantage import group_advantages
+from dockyard.rl.advantage import std_advantage
 from dockyard.rl.statistics import rollout_metrics
 from dockyard.run_dir.durable import write_atomically
 from dockyard.tasks.order import due
@@ -165,7 +165,7 @@ def reward_post_process(args: Any, samples: list[SlimeSample]) -> tuple[list[flo
     """
     groups = scored_groups(samples)
     advantages = {
-        index: dict(zip(rewards, group_advantages([*rewards.values()]), strict=True))
+        index: dict(zip(rewards, std_advantage([*rewards.values()], ()), strict=True))
         for index, rewards in groups.items()
     }
     for sample in samples:

@@ -56,6 +56,7 @@ _ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains LoRA adapt
 _OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
     "tasks.order": "it attempts each task once per pass, in an order that the seed determines",
+    "grpo.reward": "it trains with the verifier's reward; `dockyard train` calls the function",
     "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "trainer.compile": "Megatron has its own kernels",
@@ -85,7 +86,7 @@ _IGNORED = {
 _OWN_ALGORITHM = "it supports only the defaults of `grpo.algorithm` `grpo`"
 _AS_GRPO = (
     *("algorithm", "advantage", "aggregation", "constant_length", "ratio", "correction", "correction_cap"),
-    *("zero_variance", "overlong", "overlong_length", "overlong_buffer"),
+    *("zero_variance", "overlong", "overlong_length", "overlong_buffer", "loss"),
 )
 """Settings of `grpo` that are supported as long as they have the defaults of the algorithm `grpo`."""
 _AS_SLIME = Supported("SLiME itself, which trains all weights")
