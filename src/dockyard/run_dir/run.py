@@ -31,7 +31,7 @@ from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.phases import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, eval_phase, step_phase
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.run_dir.resume import Purpose, load_purpose, refuse_fixed, take_lock, versions
-from dockyard.settings.load import anchored, load_run_config
+from dockyard.settings.load import SettingsFile, anchored, load_run_config
 from dockyard.settings.overrides import Overrides, Patch, read_overrides
 from dockyard.settings.text import to_toml
 from dockyard.types import Rollout
@@ -76,13 +76,14 @@ class ResumedRun:
         """Read the settings. Raise UsageError if `overrides` change what recorded results depend on."""
         file = RunPaths(path).config
         if not file.is_file():
-            raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
+            raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` starts one")
+        settings = SettingsFile.read(file)
         here = Patch({"run_dir": path}, "--resume")  # the folder may have been moved
-        recorded = load_run_config(file, Overrides((here,)))
+        recorded = load_run_config(settings, Overrides((here,)))
         changes = read_overrides(RunConfig, overrides)
         if changes == Overrides():
             return cls(path=path, recorded=recorded, config=recorded)
-        config = load_run_config(file, changes.after(here))
+        config = load_run_config(settings, changes.after(here))
         refuse_fixed(recorded, config)
         return cls(path=path, recorded=recorded, config=config)
 
