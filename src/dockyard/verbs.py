@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from dockyard.callbacks import log_stop
 from dockyard.config import RunConfig
-from dockyard.errors import DockyardError, UsageError
+from dockyard.errors import DockyardError, StopRun, UsageError
 from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
 from dockyard.settings.load import load, load_run_config
 from dockyard.settings.overrides import Overrides, Patch
@@ -97,10 +98,15 @@ class RunSettings:
 
 @contextmanager
 def open_run(settings: RunSettings, purpose: Purpose) -> Generator[RunDir]:
-    """Hold the run folder during the block. A new run that fails without results is deleted."""
+    """Hold the run folder during the block. A new run that fails without results is deleted.
+
+    A callback may end the block early with `StopRun`, which is not an error.
+    """
     with settings.open(purpose) as run:
         try:
             yield run
+        except StopRun as stop:
+            log_stop(stop, purpose.verb, run.path)
         except KeyboardInterrupt as stopped:
             stopped.add_note(f"`dockyard {purpose.verb} --resume {run.path}` continues the run")
             raise

@@ -103,7 +103,7 @@ def carry_out(
         print_data(config.model_dump_json(indent=2) + "\n" if given.flags.json else to_toml(config))
         return 0
     work = prepare(config, purpose)
-    result = Result()
+    result = Result()  # of a run that a callback stops
     with open_run(settings, purpose) as run:
         try:
             with stopped_by_signals():
@@ -111,10 +111,10 @@ def carry_out(
         except KeyboardInterrupt:
             say(f"stopped; `dockyard {purpose.verb} --resume {short(run.path)}` continues")
             return EXIT_STOPPED
-        if result.text:
-            say(f"\n{result.text}")
-        if given.flags.json:
-            print_data(json.dumps(run.read_summary(), indent=2) + "\n")
+    if result.text:
+        say(f"\n{result.text}")
+    if given.flags.json:
+        print_data(json.dumps(run.read_summary(), indent=2) + "\n")
     return 0 if result.ok else 1
 
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dockyard.callbacks import RunCallbacks
 from dockyard.collect.model_files import ModelFiles, find_files
 from dockyard.config import RunConfig
 from dockyard.engine.open import EngineSpec, open_engine
@@ -100,11 +101,13 @@ async def open_pool(
     engine: Engine | TextSource,
     renderer: Renderer | None,
     on_phase: OnChange | None = None,
+    callbacks: RunCallbacks | None = None,
 ) -> AsyncGenerator[RolloutPool]:
     """Open a pool whose rollouts sample from this engine. `renderer` is None if the engine is a source of text."""
+    watch = callbacks.rollout_finished if callbacks else None
     phases = Phases(config.rollout, on_phase) if on_phase else Phases(config.rollout)
     async with open_runner(config, engine, renderer, run=run.id, trials=run.paths.trials, phases=phases) as runner:
-        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer))
+        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcriber(renderer), watch=watch)
 
 
 @asynccontextmanager

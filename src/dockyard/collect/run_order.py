@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dockyard.callbacks import RunCallbacks, load_callbacks
 from dockyard.collect.harbor_cli import HarborCliRunner
 from dockyard.collect.model_files import ModelFiles
 from dockyard.collect.open import check_run, find_model_files, open_pool, open_source
@@ -73,10 +74,11 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRollouts:
-    """The model and the adapter, located before the run folder is made."""
+    """The model, the adapter and the callbacks, found before the run folder is made."""
 
     model: ModelFiles | None
     adapter: Path | None = None
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
 
 
 def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None) -> PreparedRollouts:
@@ -85,7 +87,8 @@ def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None)
     if split == "heldout":
         _check_heldout(config)
     check_tasks(config)
-    return PreparedRollouts(model=find_model_files(config), adapter=adapter)
+    callbacks = load_callbacks(config.callbacks)
+    return PreparedRollouts(model=find_model_files(config), adapter=adapter, callbacks=callbacks)
 
 
 def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
@@ -107,7 +110,7 @@ async def gather(
     with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
         async with (
             open_source(run.config, prepared.model, prepared.adapter, log=run.paths.engine_log) as source,
-            open_pool(run.config, run, source.engine, source.renderer, progress.phases) as pool,
+            open_pool(run.config, run, source.engine, source.renderer, progress.phases, prepared.callbacks) as pool,
         ):
             pool = _by_command(pool) if harbor_cli else pool
             return await pool.collect(order, progress.finished)

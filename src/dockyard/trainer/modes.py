@@ -15,9 +15,10 @@ torch and Harbor are imported when a mode is opened that needs them.
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dockyard.callbacks import RunCallbacks
 from dockyard.collect.task_sets import TaskSets
 from dockyard.config import EngineConfig, RunConfig
 from dockyard.engine.open import EngineSpec, open_engine, text_endpoint, text_only_model
@@ -46,6 +47,7 @@ class RunInputs:
     """The groups to train on if the rollouts are read from disk; empty otherwise."""
     model_dir: Path
     renderer: Renderer
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +225,7 @@ async def _attempts(
     assert engine is not None, "a learner of this mode has an engine"
     config = inputs.run.config
     renderer = None if isinstance(engine, TextEndpoint) else inputs.renderer
-    async with open_pool(config, inputs.run, engine, renderer, progress.phases) as pool:
+    async with open_pool(config, inputs.run, engine, renderer, progress.phases, inputs.callbacks) as pool:
         attempts = TaskRollouts(pool=pool, tasks=inputs.tasks.train, config=config, progress=progress)
         try:
             yield attempts

@@ -55,6 +55,7 @@ _OWN_ENGINE = "it starts SGLang engines itself"
 _ALL_WEIGHTS = "it trains all weights; `--slime.flavour miles` trains LoRA adapters"
 _OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
+    "callbacks": "SLiME runs the training loop, which does not call them",
     "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "trainer.compile": "Megatron has its own kernels",
