@@ -19,6 +19,7 @@ from dockyard.settings.overrides import Overrides, value_overrides
 from dockyard.verbs import (
     RunRequest,
     Work,
+    check_extensions,
     open_run,
     prepare_evaluation,
     prepare_rollouts,
@@ -181,6 +182,7 @@ def _carry_out(call: _Call, purpose: Purpose) -> Run:
     if purpose.verb == "eval":
         request = request.for_evaluation(purpose, folder_is_given="run_dir" in call.overrides)
     settings = request.load()
+    check_extensions(settings.config)
     work = _prepare(settings.config, purpose)
     with open_run(settings, purpose) as run:
         work(run)

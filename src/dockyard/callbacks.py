@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dockyard.errors import DockyardError, StopRun, UsageError
-from dockyard.extension import REFERENCE, load_methods
+from dockyard.extension import REFERENCE, load_class, load_methods
 from dockyard.rollout.order import Attempt, Order
-from dockyard.run_dir.phases import EVAL, ROLLOUTS, step_of
+from dockyard.run_dir.paths import EVAL, ROLLOUTS, step_of
 from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
@@ -202,10 +202,21 @@ def load_callbacks(references: Sequence[str], *, last_recorded: int = -1) -> Run
     return RunCallbacks(instances=tuple(map(_load, references)), last_recorded=last_recorded)
 
 
-def _load(reference: str) -> _Instance:
+def check_callbacks(references: Sequence[str]) -> None:
+    """Raise UsageError if one of the classes or of their methods is wrong. Creates none of them."""
+    for reference in references:
+        _check_reference(reference)
+        load_class(reference, _SETTING, Callbacks, optional=True)
+
+
+def _check_reference(reference: str) -> None:
     if not re.fullmatch(REFERENCE, reference):
         hint = f'write `{_SETTING} = ["module:Class"]`, with a class in `module.py` in the current folder'
         raise UsageError(f"`{_SETTING}` has `{reference}`, which is not `module:Class`", hint=hint)
+
+
+def _load(reference: str) -> _Instance:
+    _check_reference(reference)
     try:
         return _Instance(reference, load_methods(reference, _SETTING, Callbacks, optional=True))
     except DockyardError:

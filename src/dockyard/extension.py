@@ -45,6 +45,11 @@ def load_methods(reference: str, setting: str, like: type, *, optional: bool = F
 
     With `optional` it may define some of them, at least one; a public method that `like` lacks is then a mistake.
     """
+    return _instance(load_class(reference, setting, like, optional=optional), reference, setting)
+
+
+def load_class(reference: str, setting: str, like: type, *, optional: bool = False) -> type:
+    """The class that `setting` names, checked as by `load_methods`, without creating an instance."""
     kind = load(reference, setting)
     if not inspect.isclass(kind):
         raise UsageError(
@@ -61,7 +66,7 @@ def load_methods(reference: str, setting: str, like: type, *, optional: bool = F
         )
     for name, method in found.items():
         _check_call(method, f"{reference}.{name}", setting, expected[name])
-    return _instance(kind, reference, setting)
+    return kind
 
 
 def _import(name: str, reference: str, setting: str) -> ModuleType:

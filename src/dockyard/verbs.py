@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from dockyard.callbacks import log_stop
+from dockyard.callbacks import check_callbacks, log_stop
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, StopRun, UsageError
 from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
@@ -136,6 +136,11 @@ def refuse_with_resume(given: Mapping[str, object], *, resume: str, hint: str) -
     for name, value in given.items():
         if value:
             raise UsageError(f"`{name}` cannot be combined with `{resume}`", hint=hint)
+
+
+def check_extensions(config: RunConfig) -> None:
+    """Raise UsageError if a class or function of the user's that the settings name is missing or wrong."""
+    check_callbacks(config.callbacks)
 
 
 def prepare_training(config: RunConfig, run_training: RunTraining | None = None) -> Work:

@@ -184,7 +184,7 @@ def test_arguments_that_contradict_a_resumed_run_are_refused(tmp_path: Path):
         dockyard.run_rollouts(resume="run", num_tasks=1)
     with pytest.raises(UsageError, match="`run` was started by `dockyard rollout`"):
         dockyard.train(resume="run")
-    with pytest.raises(UsageError, match="`seed` cannot change in a run that has begun"):
+    with pytest.raises(UsageError, match="`seed` cannot change in a run that has started"):
         dockyard.run_rollouts(resume="run", seed=1)
     with pytest.raises(UsageError, match="`none` holds no run"):
         dockyard.train(resume="none")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def loaded(code: str, last_recorded: int = -1) -> RunCallbacks:
     return load_callbacks(["my_callbacks:C"], last_recorded=last_recorded)
 
 
-def calls() -> list[list[object]]:
+def calls() -> list[list[Any]]:
     file = Path("calls.jsonl")
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     file.unlink(missing_ok=True)
@@ -270,6 +271,13 @@ def test_a_class_that_is_wrong_is_refused_with_what_is_right(code: str, message:
     assert hint in raised.value.hint
 
 
+def test_a_dry_run_checks_the_class_and_creates_no_instance(capsys: pytest.CaptureFixture[str]):
+    write(f"{ALL}\n    def __init__(self):\n        note('created')\n")
+    assert main(["train", *DEMO, '--callbacks=["my_callbacks:C"]', "--dry-run"]) == 0
+    assert 'callbacks = ["my_callbacks:C"]' in capsys.readouterr().out
+    assert calls() == []
+
+
 def test_a_name_without_a_class_is_refused():
     with pytest.raises(UsageError, match="`callbacks` has `hooks`, which is not `module:Class`"):
         load_callbacks(["hooks"])
@@ -279,6 +287,8 @@ def test_a_wrong_class_is_refused_before_a_run_folder_is_made(here: Path, capsys
     write("class C:\n    def after_step(self, step): ...")
     for verb in ("train", "rollout", "eval"):
         assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]']) == 2
+        assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
+        assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]', "--dry-run"]) == 2
         assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
     assert not (here / "mine").exists()
 
@@ -309,7 +319,6 @@ def test_rollouts_and_evaluations_call_them_and_a_resumed_run_does_not_again():
     assert [call[0] for call in rollouts] == ["rollout"] * 8
     assert evaluation[:2] == ["evaluation", 0]
     scores = evaluation[2]
-    assert isinstance(scores, dict)
     assert (scores["reward"], scores["pass@2"]) == (1.0, 1.0)
     assert scores["pass@1_low"] < 1.0
     assert main(["eval", "--resume=eval"]) == 0

@@ -525,7 +525,7 @@ def test_other_versions_on_resume_are_warned_of(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         RunDir.resume(tmp_path / "run").close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"the run began with harbor 0.1; now it is {versions['harbor']}"
+        f"the run was started with harbor 0.1; now it is {versions['harbor']}"
     ]
 
 

@@ -22,6 +22,7 @@ from dockyard.verbs import (
     RunRequest,
     RunSettings,
     Work,
+    check_extensions,
     open_run,
     prepare_evaluation,
     prepare_rollouts,
@@ -99,6 +100,7 @@ def carry_out(
 ) -> int:
     """Prepare the work, open the run folder, do the work, and show the result. Return the exit code."""
     config = settings.config
+    check_extensions(config)
     if given.flags.dry_run:
         print_data(config.model_dump_json(indent=2) + "\n" if given.flags.json else to_toml(config))
         return 0

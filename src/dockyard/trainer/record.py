@@ -83,7 +83,7 @@ def _stop_if_stuck(run: RunDir) -> None:
     if len(skipped) >= limit and all(skipped[-limit:]):
         raise DockyardError(
             f"the gradients of the last {limit} updates were not finite: the policy is not learning",
-            hint="begin another run with a lower `--trainer.lr` or `--model.dtype float32`; "
+            hint="start another run with a lower `--trainer.lr` or `--model.dtype float32`; "
             "`--trainer.max_skipped_steps` sets how many may be skipped",
         )
 
