@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class VerbResult:
     """The outcome of a verb. The details are in the summary in the run folder."""
 
     text: str = ""
@@ -35,7 +35,7 @@ class Result:
     """False if the run has nothing to show, e.g. because every rollout was lost."""
 
 
-type Work = Callable[[RunDir], Result]
+type Work = Callable[[RunDir], VerbResult]
 """Does the work of a verb in an open run folder."""
 
 
@@ -153,9 +153,9 @@ def prepare_training(config: RunConfig, run_training: RunTraining | None = None)
         return prepare_rollouts(config, Purpose(verb="train"))
     train = run_training or load_training()
 
-    def work(run: RunDir) -> Result:
+    def work(run: RunDir) -> VerbResult:
         train(run.config, run_dir=run)
-        return Result()
+        return VerbResult()
 
     return work
 
@@ -192,9 +192,9 @@ def prepare_rollouts(config: RunConfig, purpose: Purpose) -> Work:
         check_limits(config.rollout)
     prepared = prepare(config, split="train")
 
-    def work(run: RunDir) -> Result:
+    def work(run: RunDir) -> VerbResult:
         summary = collect_rollouts(run, prepared, num_tasks=purpose.num_tasks, harbor_cli=purpose.harbor_cli)
-        return Result(summary.table())
+        return VerbResult(summary.table())
 
     return work
 
@@ -208,9 +208,9 @@ def prepare_evaluation(config: RunConfig, purpose: Purpose) -> Work:
         check_adapter(purpose.adapter)
     prepared = prepare(config, split=purpose.split, adapter=purpose.adapter)
 
-    def work(run: RunDir) -> Result:
+    def work(run: RunDir) -> VerbResult:
         report = evaluate(run, prepared, split=purpose.split)
-        return Result(report.table(), ok=report.scores is not None)
+        return VerbResult(report.table(), ok=report.scores is not None)
 
     return work
 

@@ -18,7 +18,7 @@ from dockyard.errors import UsageError
 from dockyard.process import stopped_by_signals
 from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import read_toml, written_settings
-from dockyard.verbs import Result, Work
+from dockyard.verbs import VerbResult, Work
 
 if TYPE_CHECKING:
     from dockyard.backends.launch import Backend, BackendLaunch
@@ -97,21 +97,21 @@ def _prepare(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work
             check_run(config)
         backend.check(config)
 
-    def work(run: RunDir) -> Result:
+    def work(run: RunDir) -> VerbResult:
         launch = prepare(backend, run)
         _say_notes(launch)
         again = f"`dockyard backend {backend.name} --resume {short(run.path)}`"
         if write_only:
             files = ", ".join(f"`{short(run.paths.backend / name)}`" for name in launch.files)
             say(f"wrote {files}; {again} starts it")
-            return Result()
+            return VerbResult()
         try:
             code = start(launch)
         finally:
             clear_away(config.environment.type)
         if code:
             say(f"{backend.name} ended with code {code}; {again} continues from its last checkpoint")
-        return Result(ok=not code)
+        return VerbResult(ok=not code)
 
     return work
 

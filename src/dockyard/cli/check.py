@@ -16,7 +16,7 @@ from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import load
 from dockyard.settings.overrides import Overrides, Patch
 from dockyard.settings.text import settings_by_key, value_at
-from dockyard.verbs import Result, RunSettings, Work, refuse_with_resume
+from dockyard.verbs import RunSettings, VerbResult, Work, refuse_with_resume
 
 if TYPE_CHECKING:
     from dockyard.collect.check import Candidates
@@ -151,14 +151,14 @@ def _prepare(config: RunConfig, candidates: "Candidates", purpose: CheckPurpose)
 
     prepared = prepare_check(config, difficulty=purpose.difficulty)
 
-    def work(run: RunDir) -> Result:
+    def work(run: RunDir) -> VerbResult:
         report = check_tasks(run, candidates, prepared, difficulty=purpose.difficulty)
         say(f"\n{report.table()}")  # before anything else can fail
         if purpose.report:
             write_report(purpose.report, report)
         if purpose.keep:
             keep_good(purpose.keep, report)
-        return Result(ok=report.good == report.tasks)
+        return VerbResult(ok=report.good == report.tasks)
 
     return work
 

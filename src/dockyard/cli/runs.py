@@ -18,9 +18,9 @@ from dockyard.settings.overrides import Overrides, Patch
 from dockyard.settings.rules import READ_BY_SOURCE
 from dockyard.settings.text import to_toml
 from dockyard.verbs import (
-    Result,
     RunRequest,
     RunSettings,
+    VerbResult,
     Work,
     check_extensions,
     open_run,
@@ -105,7 +105,7 @@ def carry_out(
         print_data(config.model_dump_json(indent=2) + "\n" if given.flags.json else to_toml(config))
         return 0
     work = prepare(config, purpose)
-    result = Result()  # of a run that a callback stops
+    result = VerbResult()  # of a run that a callback stops
     with open_run(settings, purpose) as run:
         try:
             with stopped_by_signals():
