@@ -20,6 +20,7 @@ from dockyard.verbs import (
     RunRequest,
     Work,
     check_extensions,
+    evaluation_purpose,
     open_run,
     prepare_evaluation,
     prepare_rollouts,
@@ -93,7 +94,7 @@ def evaluate(
     appended. The other arguments are those of `train`.
     """
     call = _Call(function="evaluate", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
-    return _run(call, Purpose(verb="eval", split=split, adapter=Path(adapter).absolute() if adapter else None))
+    return _run(call, evaluation_purpose(split, Path(adapter) if adapter else None))
 
 
 def convert_job(

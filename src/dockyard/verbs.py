@@ -18,6 +18,7 @@ from typing import Protocol
 from dockyard.callbacks import check_callbacks, log_stop
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, StopRun, UsageError
+from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
 from dockyard.settings.load import load, load_run_config
 from dockyard.settings.overrides import Overrides, Patch
@@ -200,12 +201,10 @@ def prepare_rollouts(config: RunConfig, purpose: Purpose) -> Work:
 
 
 def prepare_evaluation(config: RunConfig, purpose: Purpose) -> Work:
-    """Check the adapter, the agent, the environment, the model and the tasks of the split."""
+    """Check the agent, the environment, the model and the tasks of the split."""
     from dockyard.collect.evaluate import evaluate
     from dockyard.collect.run_order import prepare
 
-    if purpose.adapter:
-        check_adapter(purpose.adapter)
     prepared = prepare(config, split=purpose.split, adapter=purpose.adapter)
 
     def work(run: RunDir) -> VerbResult:
@@ -215,8 +214,14 @@ def prepare_evaluation(config: RunConfig, purpose: Purpose) -> Work:
     return work
 
 
-def check_adapter(adapter: Path) -> None:
-    """Raise UsageError unless the folder holds a LoRA adapter."""
+def evaluation_purpose(split: SplitName, adapter: Path | None) -> Purpose:
+    """Return the purpose of an evaluation. Raise UsageError unless the folder `adapter` holds a LoRA adapter."""
+    if adapter:
+        _check_adapter(adapter)
+    return Purpose(verb="eval", split=split, adapter=adapter and adapter.absolute())
+
+
+def _check_adapter(adapter: Path) -> None:
     if (adapter / "adapter_config.json").is_file():
         return
     hint = "name a folder that PEFT's `save_pretrained` wrote, e.g. RUN_DIR/adapters/v00050"

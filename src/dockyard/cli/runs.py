@@ -23,6 +23,7 @@ from dockyard.verbs import (
     VerbResult,
     Work,
     check_extensions,
+    evaluation_purpose,
     open_run,
     prepare_evaluation,
     prepare_rollouts,
@@ -164,8 +165,7 @@ def _rollout(given: Given) -> int:
 
 def _eval(given: Given) -> int:
     flags = given.flags
-    adapter: Path | None = flags.adapter
-    fresh = Purpose(verb="eval", split=flags.split or "heldout", adapter=adapter and adapter.absolute())
+    fresh = evaluation_purpose(flags.split or "heldout", flags.adapter)
     purpose = purpose_of(given, fresh, _EVAL_FLAGS)
     request = request_of(given, flags.toml)
     settings = request.for_evaluation(purpose, folder_is_given=given.overrides.sets("run_dir")).load()
