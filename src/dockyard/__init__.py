@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dockyard.api import convert_job, evaluate, load_run, run_rollouts, train
+    from dockyard.callbacks import Callbacks
     from dockyard.collect.api import HarborConfig, HarborRolloutGenerator
     from dockyard.config import RunConfig
     from dockyard.convert import HarborTrajectoryConverter
-    from dockyard.errors import DockyardError
+    from dockyard.errors import DockyardError, StopRun
     from dockyard.rl.reward import FinishedRollout
     from dockyard.run_dir.reader import Run
     from dockyard.types import Group, Rollout, Segment, Task
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callbacks",
     "DockyardError",
     "FinishedRollout",
     "Group",
@@ -34,6 +36,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Segment",
+    "StopRun",
     "Task",
     "__version__",
     "convert_job",
@@ -45,10 +48,11 @@ __all__ = [
 
 _MODULES = {
     "dockyard.api": ("convert_job", "evaluate", "load_run", "run_rollouts", "train"),
+    "dockyard.callbacks": ("Callbacks",),
     "dockyard.collect.api": ("HarborConfig", "HarborRolloutGenerator"),
     "dockyard.config": ("RunConfig",),
     "dockyard.convert": ("HarborTrajectoryConverter",),
-    "dockyard.errors": ("DockyardError",),
+    "dockyard.errors": ("DockyardError", "StopRun"),
     "dockyard.rl.reward": ("FinishedRollout",),
     "dockyard.run_dir.reader": ("Run",),
     "dockyard.types": ("Group", "Rollout", "Segment", "Task"),

@@ -4,23 +4,30 @@ Each call blocks until the work is done and returns the run. It works in any thr
 running, as in a notebook. Errors are `DockyardError` with a message and a hint.
 """
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dockyard import process
 from dockyard.collect.harbor_env_vars import harbor_environment
-from dockyard.config import Config, RunConfig
+from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.reader import Run, load_run
 from dockyard.run_dir.resume import Purpose, SplitName
-from dockyard.run_dir.run import ResumedRun
-from dockyard.settings.load import load, load_run_config
-from dockyard.settings.text import settings_by_key
+from dockyard.settings.overrides import Overrides, value_overrides
+from dockyard.verbs import (
+    RunRequest,
+    Work,
+    check_extensions,
+    evaluation_purpose,
+    open_run,
+    prepare_evaluation,
+    prepare_rollouts,
+    prepare_training,
+    purpose_to_resume,
+    refuse_with_resume,
+)
 
 if TYPE_CHECKING:
     from dockyard.convert.samples import Sample
@@ -43,7 +50,8 @@ def train(
     `resume` continues the run in that folder with its own settings; keyword arguments may then change only what
     recorded results do not depend on. `overwrite` first deletes the run that is in `run_dir`.
     """
-    return _run(_Call(config, overrides, resume, overwrite), Purpose(verb="train"))
+    call = _Call(function="train", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
+    return _run(call, Purpose(verb="train"))
 
 
 def run_rollouts(
@@ -62,8 +70,8 @@ def run_rollouts(
     """
     if num_tasks is not None and num_tasks < 1:
         raise UsageError(f"`num_tasks` is {num_tasks}; it must be at least 1", hint="`None` takes every task")
-    purpose = Purpose(verb="rollout", num_tasks=num_tasks, harbor_cli=harbor_cli)
-    return _run(_Call(config, overrides, resume, overwrite), purpose)
+    call = _Call(function="run_rollouts", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
+    return _run(call, Purpose(verb="rollout", num_tasks=num_tasks, harbor_cli=harbor_cli))
 
 
 def evaluate(
@@ -85,9 +93,8 @@ def evaluate(
     as `Run.adapter`. Unless `run_dir` is a keyword argument, the run folder is that of the settings with `-eval`
     appended. The other arguments are those of `train`.
     """
-    purpose = Purpose(verb="eval", split=split, adapter=Path(adapter).absolute() if adapter else None)
-    call = _Call(config, overrides, resume, overwrite)
-    return _run(call if resume else call.for_evaluation(split), purpose)
+    call = _Call(function="evaluate", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
+    return _run(call, evaluation_purpose(split, Path(adapter) if adapter else None))
 
 
 def convert_job(
@@ -131,46 +138,39 @@ def convert_job(
         return samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     """The arguments of a function that makes a run."""
 
+    function: str
     config: Settings
     overrides: Mapping[str, Any]
     resume: Path | str | None
     overwrite: bool
 
-    def check(self) -> None:
-        if self.resume is not None and (self.config is not None or self.overwrite):
-            culprit = "config" if self.config is not None else "overwrite"
-            hint = "a resumed run has its own settings and folder"
-            raise UsageError(f"`{culprit}` does not go with `resume`", hint=hint)
-
-    def for_evaluation(self, split: SplitName) -> "_Call":
-        """Choose a run folder beside that of the training run, and the tasks of the split."""
-        toml, words = self._source()
-        config = load(RunConfig, toml, words)
-        more: dict[str, Any] = {}
-        if "run_dir" not in self.overrides:
-            more["run_dir"] = f"{config.run_dir}-eval"
-        if split == "train" and config.tasks.source == "folder" and config.tasks.train:
-            more["tasks.heldout"] = config.tasks.train
-        return replace(self, overrides={**self.overrides, **more})
-
-    def read(self) -> tuple[RunConfig, ResumedRun | None]:
-        """Load the settings, of a run to continue from its folder."""
-        self.check()
+    def request(self, purpose: Purpose) -> RunRequest:
+        """Return the run to start or to resume. Raise UsageError if an argument contradicts `resume`."""
+        overrides = value_overrides(RunConfig, self.overrides, f"in the arguments of `{self.function}`")
         if self.resume is not None:
-            resumed = ResumedRun.read(Path(self.resume), list(setting_words(self.overrides)))
-            return resumed.config, resumed
-        return load_run_config(*self._source()), None
+            self._refuse_with_resume(purpose)
+            return RunRequest(resume=Path(self.resume), overrides=overrides)
+        toml, given = self._source()
+        both = Overrides((*given.patches, *overrides.patches), (*given.problems, *overrides.problems))
+        return RunRequest(toml=toml, overrides=both, overwrite=self.overwrite)
 
-    def _source(self) -> tuple[Path | None, list[str]]:
-        """Return a file of settings and the settings that override it, as the loader takes them."""
+    def _source(self) -> tuple[Path | None, Overrides]:
+        """Return the file of settings, or the settings that were passed instead of one."""
         if isinstance(self.config, Path | str):
-            return Path(self.config), list(setting_words(self.overrides))
+            return Path(self.config), Overrides()
         given = self.config.model_dump(exclude_unset=True) if isinstance(self.config, RunConfig) else self.config or {}
-        return None, [*setting_words(given), *setting_words(self.overrides)]
+        return None, value_overrides(RunConfig, given, f"in the `config` of `{self.function}`")
+
+    def _refuse_with_resume(self, purpose: Purpose) -> None:
+        own = {"config": self.config is not None, "overwrite": self.overwrite}
+        refuse_with_resume(own, resume="resume", hint="a resumed run has its own settings and folder")
+        default = dict(Purpose(verb=purpose.verb))
+        changed = {name: value != default[name] for name, value in purpose}
+        refuse_with_resume(changed, resume="resume", hint="a resumed run keeps the arguments that it was started with")
 
 
 def _run(call: _Call, purpose: Purpose) -> Run:
@@ -179,47 +179,19 @@ def _run(call: _Call, purpose: Purpose) -> Run:
 
 
 def _carry_out(call: _Call, purpose: Purpose) -> Run:
-    from dockyard.verbs import RunRequest, carry_out, prepare_work, purpose_to_resume
-
-    config, resumed = call.read()
-    if resumed:
-        _refuse_with_resume(purpose)
-        purpose = purpose_to_resume(resumed.path, purpose)
-    work = prepare_work(config, purpose)
-    request = RunRequest(config=config, purpose=purpose, resumed=resumed, overwrite=call.overwrite)
-    return load_run(carry_out(request, work))
-
-
-def _refuse_with_resume(purpose: Purpose) -> None:
-    """A resumed run keeps the arguments with which it started."""
-    default = Purpose(verb=purpose.verb)
-    given = [name for name, value in purpose if value != dict(default)[name]]
-    if given:
-        hint = "a resumed run keeps the arguments with which it started"
-        raise UsageError(f"`{given[0]}` does not go with `resume`", hint=hint)
+    request = call.request(purpose)
+    purpose = purpose_to_resume(request.resume, purpose) or purpose
+    if purpose.verb == "eval":
+        request = request.for_evaluation(purpose, folder_is_given="run_dir" in call.overrides)
+    settings = request.load()
+    check_extensions(settings.config, purpose)
+    work = _prepare(settings.config, purpose)
+    with open_run(settings, purpose) as run:
+        work(run)
+    return load_run(run.path)
 
 
-def setting_words(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Write settings as the words of a command line, which is what the loader takes."""
-    known = settings_by_key(RunConfig)
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Config):
-            value = value.model_dump(exclude_unset=True)
-        if isinstance(value, Mapping) and value and key not in known:
-            yield from setting_words(cast(Mapping[str, Any], value), f"{key}.")
-        else:
-            yield f"--{key}={_text(value, literal=key not in known)}"
-
-
-def _text(value: Any, *, literal: bool) -> str:
-    """Write one value. A `literal` is a value inside a table, where text needs quotes to stay text."""
-    if isinstance(value, str | Path) and not literal:
-        return str(value)
-    if value is None and not literal:
-        return "none"
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: object) -> object:
-    return cast(object, value.item()) if isinstance(value, np.generic) else str(value)  # pyright: ignore[reportUnknownMemberType]
+def _prepare(config: RunConfig, purpose: Purpose) -> Work:
+    if purpose.verb == "train":
+        return prepare_training(config)
+    return prepare_evaluation(config, purpose) if purpose.verb == "eval" else prepare_rollouts(config, purpose)

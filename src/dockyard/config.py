@@ -461,6 +461,8 @@ class RunConfig(Config):
     """Number of optimizer steps."""
     seed: Fixed[int] = Field(default=0, ge=0, lt=2**32)
     """Random seed of task order, sampling and adapter initialization."""
+    callbacks: Resumable[tuple[str, ...]] = ()
+    """Your own classes, `module:Class`, whose methods are called after each rollout, group, step and evaluation."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     agent: AgentConfig = AgentConfig()

@@ -21,7 +21,7 @@ REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 def load(reference: str, setting: str) -> Any:
-    """The object that `setting` names. An error says whether the module, the name or the import is wrong."""
+    """Return the object that `setting` names. An error says whether the module, the name or the import is wrong."""
     module_name, _, name = reference.partition(":")
     module = _import(module_name, reference, setting)
     if name in vars(module):
@@ -35,7 +35,7 @@ def load(reference: str, setting: str) -> Any:
 
 
 def load_function[**P, T](reference: str, setting: str, like: Callable[P, T]) -> Callable[P, T]:
-    """The function that `setting` names, which must be callable with the arguments of `like`."""
+    """Return the function that `setting` names. It must be callable with the arguments of `like`."""
     function = load(reference, setting)
     _check_call(function, reference, setting, like)
     return function
@@ -100,7 +100,7 @@ def _broken(error: Exception, name: str, reference: str, setting: str) -> UsageE
 
 
 def _check_call(function: Any, reference: str, setting: str, like: Callable[..., Any]) -> None:
-    """An error that shows the right signature unless the function takes the arguments of `like`, in their order."""
+    """Raise an error that shows the right signature unless the function takes the positional arguments of `like`."""
     right = _signature(like, reference.rpartition(":")[2].rpartition(".")[2])
     if not callable(function):
         raise UsageError(f"`{setting}` is `{reference}`, which is not a function", hint=f"define `{right}`")
@@ -118,7 +118,7 @@ def _check_call(function: Any, reference: str, setting: str, like: Callable[...,
 
 
 def _signature(function: Callable[..., Any], name: str) -> str:
-    """As source code would have it, with the short names of types."""
+    """Return the signature as in source code, with the short names of types."""
     signature = inspect.signature(function)
     kind = "async def" if inspect.iscoroutinefunction(function) else "def"
     words = [

@@ -164,12 +164,13 @@ def test_a_job_does_not_go_with_skipped_training(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("agent", ["oracle", "nop"])
-def test_an_agent_that_samples_nothing_is_reported_and_not_trained(agent: str, capsys: pytest.CaptureFixture[str]):
+def test_an_agent_that_samples_nothing_is_reported_and_not_trained(
+    agent: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     words = ["--tasks.source=demo", f"--agent={agent}", "--tasks.num_train=4", "--run_dir=mine", "--json"]
     assert main(["train", *words]) == 0
-    captured = capsys.readouterr()
-    assert "samples no tokens: its rewards are reported, the update is skipped" in captured.err
-    assert json.loads(captured.out)["reward"] == (1.0 if agent == "oracle" else 0.0)
+    assert "samples no tokens: its rewards are reported, the update is skipped" in caplog.text
+    assert json.loads(capsys.readouterr().out)["reward"] == (1.0 if agent == "oracle" else 0.0)
 
 
 def test_the_distance_to_a_policy_is_what_its_logprobs_say():

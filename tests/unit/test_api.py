@@ -21,13 +21,13 @@ from gateway_fakes import tiny_model
 
 import dockyard
 from dockyard import process
-from dockyard.api import setting_words
 from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrainerConfig
 from dockyard.convert.sample_files import read_samples
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import EVAL_BEFORE, Purpose, RunDir, step_phase
 from dockyard.settings.load import load_run_config
 from dockyard.settings.messages import SettingsError
+from dockyard.settings.overrides import Overrides, value_overrides
 from dockyard.tasks.generated import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout, Segment
 
@@ -88,7 +88,9 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 
 
 def loaded(*values: dict[str, Any]) -> RunConfig:
-    return load_run_config(None, [word for given in values for word in setting_words(given)])
+    read = [value_overrides(RunConfig, given, "in a test") for given in values]
+    patches = tuple(patch for overrides in read for patch in overrides.patches)
+    return load_run_config(None, Overrides(patches, tuple(problem for item in read for problem in item.problems)))
 
 
 def test_settings_are_overridden_by_name_by_section_and_by_dotted_key():
@@ -118,24 +120,49 @@ def test_every_kind_of_value_arrives_as_it_was_given(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"stepz": 3}, "`--stepz` is not a setting"),
-        ({"trainer": {"lrr": 3}}, "`--trainer.lrr` is not a setting"),
-        ({"steps": "many"}, "is `many`; it must be"),
-        ({"steps": 1.5}, "is `1.5`; it must be"),
-        ({"trainer": 3}, "`--trainer` is a section, not a setting"),
-        ({"agent.kwargs": {"a": None}}, "a table cannot hold null"),
+        ({"stepz": 3}, "`stepz` {} is not a setting"),
+        ({"trainer": {"lrr": 3}}, "`trainer.lrr` {} is not a setting"),
+        ({"trainer.lrr": 3}, "`trainer.lrr` {} is not a setting"),
+        ({"trainerz": {}}, "`trainerz` {} is not a setting"),
+        ({"trainer.": 3}, "`trainer.` {} is not a setting"),
+        ({"steps": "many"}, "`steps` {} is `many`; it must be an integer of at least 0"),
+        ({"steps": 1.5}, "`steps` {} is `1.5`; it must be an integer of at least 0"),
+        ({"steps": None}, "`steps` {} is `none`; it must be an integer of at least 0"),
+        ({"trainer": 3}, "`trainer` {} is a section, not a setting"),
+        ({"tasks.train": ""}, "`tasks.train` {} is empty; it must be a path"),
+        ({"agent.kwargs": {"a": None}}, "`agent.kwargs` {} is `{{'a': None}}`; a table cannot hold null"),
         ({"engine.max_batch": 3, "engine.deterministic": True}, "`engine.max_batch` has no effect"),
     ],
 )
-def test_a_mistake_in_the_settings_is_the_loaders_error_and_makes_nothing(
+def test_a_mistake_in_the_settings_names_the_argument_and_makes_nothing(
     overrides: dict[str, Any], message: str, tmp_path: Path
 ):
     for call in (dockyard.train, dockyard.run_rollouts, dockyard.evaluate):
         with pytest.raises(SettingsError) as caught:
             call(ORACLE, **overrides)
-        assert message in caught.value.message
+        assert message.format(f"in the arguments of `{call.__name__}`") in caught.value.message
         assert caught.value.hint
+        assert "--trainer" not in f"{caught.value.message}{caught.value.hint}"  # nobody wrote a flag
+        with pytest.raises(SettingsError) as caught:
+            call(ORACLE | overrides)
+        assert message.format(f"in the `config` of `{call.__name__}`") in caught.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_in_the_settings_and_in_the_arguments_are_reported_together():
+    with pytest.raises(SettingsError) as caught:
+        dockyard.train({"stepz": 3, "seed": -1}, trainer={"lrr": 3, "lr": -1})
+    assert [problem.message.partition(" is ")[0] for problem in caught.value.problems] == [
+        "`stepz` in the `config` of `train`",
+        "`trainer.lrr` in the arguments of `train`",
+        "`seed` in the `config` of `train`",
+        "`trainer.lr` in the arguments of `train`",
+    ]
+
+
+def test_an_empty_section_changes_nothing_and_text_that_reads_none_stays_text():
+    assert loaded(ORACLE, {"trainer": {}, "eval": {}}) == loaded(ORACLE)
+    assert loaded({"tasks.source": "demo", "tracker.wandb": "none"}).tracker.wandb == "none"
 
 
 def test_a_mistake_in_a_file_is_reported_with_the_file(tmp_path: Path):
@@ -149,15 +176,15 @@ def test_a_mistake_in_a_file_is_reported_with_the_file(tmp_path: Path):
 
 def test_arguments_that_contradict_a_resumed_run_are_refused(tmp_path: Path):
     RunDir.create(tmp_path / "run", RunConfig.model_validate(ORACLE), purpose=Purpose(verb="rollout")).close()
-    with pytest.raises(UsageError, match="`config` does not go with `resume`"):
+    with pytest.raises(UsageError, match="`config` cannot be combined with `resume`"):
         dockyard.run_rollouts("run.toml", resume="run")
-    with pytest.raises(UsageError, match="`overwrite` does not go with `resume`"):
+    with pytest.raises(UsageError, match="`overwrite` cannot be combined with `resume`"):
         dockyard.run_rollouts(resume="run", overwrite=True)
-    with pytest.raises(UsageError, match="`num_tasks` does not go with `resume`"):
+    with pytest.raises(UsageError, match="`num_tasks` cannot be combined with `resume`"):
         dockyard.run_rollouts(resume="run", num_tasks=1)
-    with pytest.raises(UsageError, match="`run` was begun by `dockyard rollout`"):
+    with pytest.raises(UsageError, match="`run` was started by `dockyard rollout`"):
         dockyard.train(resume="run")
-    with pytest.raises(UsageError, match="`seed` cannot change in a run that has begun"):
+    with pytest.raises(UsageError, match="`seed` cannot change in a run that has started"):
         dockyard.run_rollouts(resume="run", seed=1)
     with pytest.raises(UsageError, match="`none` holds no run"):
         dockyard.train(resume="none")

@@ -486,7 +486,7 @@ def test_an_evaluation_has_a_folder_beside_the_one_in_the_file(tmp_path: Path, c
 def test_a_short_name_on_resume_is_refused_like_its_setting(capsys: pytest.CaptureFixture[str]):
     assert main(["train", *DEMO, "--run_dir=mine"], run_training=FakeTraining()) == 0
     assert main(["train", "--resume", "mine", "--agent", "oracle"], run_training=FakeTraining()) == 2
-    assert "error: `agent.name` cannot change in a run that has begun" in capsys.readouterr().err
+    assert "error: `agent.name` cannot change in a run that has started" in capsys.readouterr().err
 
 
 def test_what_is_served_may_come_from_a_file_and_a_dry_run_prints_one(

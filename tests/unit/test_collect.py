@@ -185,7 +185,7 @@ def test_importing_the_package_loads_neither_torch_nor_harbor():
         ),
         (["train", "--harbor-cli"], "`--harbor-cli` needs `--skip-training`", "`dockyard rollout`"),
         (["eval", "--adapter", "none"], "`none` has no `adapter_config.json`", "RUN_DIR/adapters"),
-        (["eval", "--resume", "nowhere"], "`nowhere` holds no run", "begins one"),
+        (["eval", "--resume", "nowhere"], "`nowhere` holds no run", "starts one"),
     ],
 )
 def test_misuse_exits_2_and_makes_nothing(

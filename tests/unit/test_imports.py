@@ -30,6 +30,7 @@ ORDER = (
     "engine",
     "gateway",
     "rollout",
+    "callbacks",
     "convert",
     "collect",
     "rl",

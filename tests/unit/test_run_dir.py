@@ -525,7 +525,7 @@ def test_other_versions_on_resume_are_warned_of(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         RunDir.resume(tmp_path / "run").close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"the run began with harbor 0.1; now it is {versions['harbor']}"
+        f"the run was started with harbor 0.1; now it is {versions['harbor']}"
     ]
 
 
@@ -543,12 +543,13 @@ import sys
 from dockyard.cli import main
 opened = []
 sys.addaudithook(lambda event, found: opened.append(str(found[0])) if event == "open" else None)
-code = main(["train", "--resume", sys.argv[1]], run_training=lambda config, *, run_dir: None)
+code = main(["train", "--resume", *sys.argv[1:]], run_training=lambda config, *, run_dir: None)
 print(code, sum(path.endswith("/config.toml") for path in opened))
 """
     run = str(tmp_path / "run")
-    done = subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, timeout=600)
-    assert done.stdout == "0 1\n", done.stderr
+    for words in ([run], [run, "--steps", "60"]):
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=600)
+        assert done.stdout == "0 1\n", done.stderr
 
 
 def test_a_path_inside_a_run_is_built_without_touching_the_disk(tmp_path: Path):

@@ -470,13 +470,13 @@ def test_a_resumed_run_accepts_a_change_of_exactly_the_settings_that_are_marked(
     if key in resumable_keys():
         refuse_fixed(old, new)
     else:
-        with pytest.raises(UsageError, match=f"`{key}` cannot change in a run that has begun"):
+        with pytest.raises(UsageError, match=f"`{key}` cannot change in a run that has started"):
             refuse_fixed(old, new)
 
 
 def test_a_linear_schedule_fixes_the_number_of_steps():
     old = RunConfig.model_validate({"trainer": {"schedule": "linear"}})
-    with pytest.raises(UsageError, match="`steps` cannot change in a run that has begun") as caught:
+    with pytest.raises(UsageError, match="`steps` cannot change in a run that has started") as caught:
         refuse_fixed(old, old.model_copy(update={"steps": 99}))
     assert "`rollout.concurrency`" in caught.value.hint
     assert "`steps`" not in caught.value.hint

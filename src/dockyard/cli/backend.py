@@ -6,19 +6,19 @@
 import json
 import shlex
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dockyard.cli.args import Flag, Given
-from dockyard.cli.run_file import RunArguments, Work, carry_out, purpose_of, run_verb, short
+from dockyard.cli.runs import carry_out, purpose_of, request_of, run_verb, short
 from dockyard.cli.terminal import EXIT_STOPPED, print_data, say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
 from dockyard.process import stopped_by_signals
 from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import read_toml, written_settings
+from dockyard.verbs import VerbResult, Work
 
 if TYPE_CHECKING:
     from dockyard.backends.launch import Backend, BackendLaunch
@@ -50,13 +50,13 @@ def _launch(name: _Name, module: str, given: Given) -> int:
     flags = given.flags
     purpose = purpose_of(given, Purpose(verb=name), (_DROP,))
     drop = tuple(key.strip() for key in (flags.drop or "").split(",") if key.strip())
-    arguments = replace(RunArguments.of(given, toml=flags.toml), drop=drop)
-    written = written_settings(arguments.toml, arguments.overrides).without(drop)
-    config = arguments.config()
-    refuse_ignored(backend, config, written)
-    if arguments.dry_run:
-        return _describe(backend, config, as_json=arguments.json)
-    return carry_out(arguments, purpose, partial(_prepare, backend, write_only=flags.write))
+    request = replace(request_of(given, flags.toml), drop=drop)
+    written = written_settings(request.toml, request.overrides).without(drop)
+    settings = request.load()
+    refuse_ignored(backend, settings.config, written)
+    if flags.dry_run:
+        return _describe(backend, settings.config, as_json=flags.json)
+    return carry_out(given, settings, purpose, lambda config, _: _prepare(backend, config, write_only=flags.write))
 
 
 def _describe(backend: "Backend", config: RunConfig, *, as_json: bool) -> int:
@@ -97,21 +97,21 @@ def _prepare(backend: "Backend", config: RunConfig, *, write_only: bool) -> Work
             check_run(config)
         backend.check(config)
 
-    def work(run: RunDir) -> int:
+    def work(run: RunDir) -> VerbResult:
         launch = prepare(backend, run)
         _say_notes(launch)
         again = f"`dockyard backend {backend.name} --resume {short(run.path)}`"
         if write_only:
             files = ", ".join(f"`{short(run.paths.backend / name)}`" for name in launch.files)
             say(f"wrote {files}; {again} starts it")
-            return 0
+            return VerbResult()
         try:
             code = start(launch)
         finally:
             clear_away(config.environment.type)
         if code:
             say(f"{backend.name} ended with code {code}; {again} continues from its last checkpoint")
-        return 1 if code else 0
+        return VerbResult(ok=not code)
 
     return work
 

@@ -1,22 +1,22 @@
 """`dockyard tasks check`: find tasks that are not fit for training."""
 
 import os
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dockyard.cli.args import Flag, Given, Verb, integer_from
-from dockyard.cli.run_file import RUN_FLAGS, RunArguments, Work, carry_out, purpose_of
+from dockyard.cli.runs import RUN_FLAGS, carry_out, purpose_of, request_of
 from dockyard.cli.terminal import say
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
 from dockyard.run_dir.durable import refuse_below_file
 from dockyard.run_dir.resume import CheckPurpose
-from dockyard.run_dir.run import Purpose, ResumedRun, RunDir
+from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import load
 from dockyard.settings.overrides import Overrides, Patch
 from dockyard.settings.text import settings_by_key, value_at
+from dockyard.verbs import RunSettings, VerbResult, Work, refuse_with_resume
 
 if TYPE_CHECKING:
     from dockyard.collect.check import Candidates
@@ -42,8 +42,7 @@ class _Subject:
     """Which tasks are checked, and with which settings."""
 
     folder: Path
-    toml: Path | None
-    overrides: Overrides
+    settings: RunSettings
 
 
 def _check(given: Given) -> int:
@@ -53,30 +52,26 @@ def _check(given: Given) -> int:
     subject = _subject(given)
     candidates = find_candidates(subject.folder)
     wanted = _purpose(given, subject.folder, candidates.digest)
-    purpose = _continued(began, wanted, given, subject.folder) if began else wanted
-    return carry_out(
-        RunArguments.of(given, subject.overrides, subject.toml),
-        Purpose(verb=_NAME, check=purpose),
-        partial(_prepare, candidates=candidates, purpose=purpose),
-    )
+    check = _continued(began, wanted, given, subject.folder) if began else wanted
+    purpose = Purpose(verb=_NAME, check=check)
+    return carry_out(given, subject.settings, purpose, lambda config, _: _prepare(config, candidates, check))
 
 
 def _subject(given: Given) -> _Subject:
     source: Path | None = given.flags.source
-    resume: Path | None = given.flags.resume
-    if resume and source:
-        raise UsageError(f"`{source}` cannot be combined with `--resume`", hint="a resumed check has its own tasks")
-    if resume:
-        folder = ResumedRun.read(resume).config.tasks.train
-        assert folder is not None, "a check starts with a folder of tasks"
-        return _Subject(folder=folder, toml=None, overrides=given.overrides)
+    if given.flags.resume:
+        refuse_with_resume({str(source): source}, resume="--resume", hint="a resumed check has its own tasks")
+        settings = request_of(given, None).load()
+        assert settings.config.tasks.train is not None, "a check starts with a folder of tasks"
+        return _Subject(folder=settings.config.tasks.train, settings=settings)
     if not source:
         raise UsageError("a check needs a folder of tasks", hint="`dockyard tasks check DIR`")
     _refuse_unread(given)
     toml = source if source.suffix == ".toml" and not source.is_dir() else None
     # `.` and `..` have no name of their own.
     folder = Path(os.path.abspath(_tasks_of(toml, given) if toml else source))
-    return _Subject(folder=folder, toml=toml, overrides=_overrides(given, folder))
+    request = request_of(replace(given, overrides=_overrides(given, folder)), toml)
+    return _Subject(folder=folder, settings=request.load())
 
 
 def _tasks_of(toml: Path, given: Given) -> Path:
@@ -151,19 +146,19 @@ def _continued(began: CheckPurpose, wanted: CheckPurpose, given: Given, folder: 
     return began.model_copy(update={"report": wanted.report or began.report, "keep": wanted.keep or began.keep})
 
 
-def _prepare(config: RunConfig, *, candidates: "Candidates", purpose: CheckPurpose) -> Work:
+def _prepare(config: RunConfig, candidates: "Candidates", purpose: CheckPurpose) -> Work:
     from dockyard.collect.check import check_tasks, keep_good, prepare_check, write_report
 
     prepared = prepare_check(config, difficulty=purpose.difficulty)
 
-    def work(run: RunDir) -> int:
+    def work(run: RunDir) -> VerbResult:
         report = check_tasks(run, candidates, prepared, difficulty=purpose.difficulty)
-        say(f"\n{report.table()}")
+        say(f"\n{report.table()}")  # before anything else can fail
         if purpose.report:
             write_report(purpose.report, report)
         if purpose.keep:
             keep_good(purpose.keep, report)
-        return 0 if report.good == report.tasks else 1
+        return VerbResult(ok=report.good == report.tasks)
 
     return work
 

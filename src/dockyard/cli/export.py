@@ -4,21 +4,16 @@ from pathlib import Path
 
 from dockyard.cli.args import DEBUG, Flag, Given, Verb
 from dockyard.cli.terminal import say
-from dockyard.errors import DockyardError, UsageError
+from dockyard.errors import UsageError
+from dockyard.verbs import needs_packages
 
 
 def _export(given: Given) -> int:
     flags = given.flags
     if flags.step is not None and flags.best:
         raise UsageError("`--step` cannot be combined with `--best`", hint="remove one of them")
-    try:
+    with needs_packages("exporting"):
         from dockyard.trainer.export import ExportRequest, export
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("dockyard"):
-            raise
-        raise DockyardError(
-            f"exporting needs `{error.name}`, which is not installed", hint="`pip install 'dockyard[train]'`"
-        ) from error
     wanted = ExportRequest(
         run=flags.run,
         output=flags.output,

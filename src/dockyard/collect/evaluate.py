@@ -1,11 +1,12 @@
 """`dockyard eval`: attempt held-out tasks several times each, and estimate pass@k and the mean reward."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Self
 
 from dockyard import process
-from dockyard.collect.passk import Score, Scores, score_rollouts
+from dockyard.collect.passk import Score, Scores, score_numbers, score_rollouts
 from dockyard.collect.progress import aligned
 from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in, tasks_of
 from dockyard.rollout.blame import causes_text, failure_counts
@@ -72,8 +73,12 @@ def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> Ev
     config = run.config
     tasks, temperature = tasks_of(run, split), config.sampling.eval_temperature
     order = order_of(config, EVAL, tasks, config.eval.samples, temperature=temperature)
-    groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
-    adapter = str(prepared.adapter) if prepared.adapter else None
-    report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.paths.rollouts_of(EVAL)))
-    run.write_summary(asdict(report))
+    with closing(prepared.callbacks) as callbacks:
+        groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
+        adapter = str(prepared.adapter) if prepared.adapter else None
+        report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.paths.rollouts_of(EVAL)))
+        run.write_summary(asdict(report))
+        if report.scores:
+            callbacks.evaluated(EVAL, 0, score_numbers(report.scores))
+            callbacks.report_evaluations()
     return report

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dockyard.callbacks import RunCallbacks
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
 from dockyard.engine.custom import check_engine
 from dockyard.engine.model_dir import find_model
@@ -137,12 +138,14 @@ async def open_pool(
     engine: Engine | TextSource,
     renderer: Renderer | None,
     on_phase: OnChange | None = None,
+    callbacks: RunCallbacks | None = None,
 ) -> AsyncGenerator[RolloutPool]:
     """Open a pool whose rollouts sample from this engine. `renderer` is None if the engine is a source of text."""
     opening = open_runner(config, engine, renderer, run=run.id, trials=run.paths.trials, on_phase=on_phase)
     async with opening as runner:
         transcribe = renderer.transcript if renderer else _no_transcript
-        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcribe)
+        watch = callbacks.rollout_finished if callbacks else None
+        yield RolloutPool(runner=runner, run=run, config=config.rollout, transcribe=transcribe, watch=watch)
 
 
 @asynccontextmanager

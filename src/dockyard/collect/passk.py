@@ -93,6 +93,15 @@ class Scores:
     """pass@k by k."""
 
 
+def score_numbers(scores: Scores) -> dict[str, float]:
+    """The scores as numbers by name: `reward`, `reward_low`, `reward_high`, `pass@1`, `pass@1_low`, ..."""
+    named = {"reward": scores.reward, **{f"pass@{k}": score for k, score in scores.passes.items()}}
+    numbers: dict[str, float] = {}
+    for name, score in named.items():
+        numbers |= {name: score.mean, f"{name}_low": score.low, f"{name}_high": score.high}
+    return numbers
+
+
 def score_rollouts(rollouts: Iterable[Rollout], kind: str | None = None) -> Scores | None:
     """Return the scores of the tasks of one kind, or of all tasks. Lost rollouts are not counted."""
     by_task: dict[str, list[float]] = {}

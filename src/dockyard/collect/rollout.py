@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +79,8 @@ def collect_rollouts(
     start = time.monotonic()
     tasks = tasks_of(run, "train")[:num_tasks]
     order = order_of(run.config, ROLLOUTS, tasks, run.config.grpo.group_size)
-    groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
+    with closing(prepared.callbacks):
+        groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
     summary = RolloutSummary.of(
         rollouts_in(groups),
         data=run.paths.rollouts_of(ROLLOUTS),

@@ -4,9 +4,10 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dockyard.callbacks import RunCallbacks, load_callbacks
 from dockyard.collect.harbor_cli import HarborCliRunner
 from dockyard.collect.open import ModelFiles, check_run, find_model_files, open_pool, open_source
 from dockyard.collect.progress import RolloutProgress
@@ -22,10 +23,11 @@ from dockyard.types import Group, Rollout, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRollouts:
-    """The model and the adapter, located before the run folder is made."""
+    """The model, the adapter and the callbacks, found before the run folder is made."""
 
     model: ModelFiles | None
     adapter: Path | None = None
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
 
 
 def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None) -> PreparedRollouts:
@@ -35,7 +37,8 @@ def prepare(config: RunConfig, *, split: SplitName, adapter: Path | None = None)
         hint = "`--tasks.heldout DIR` names a folder of Harbor tasks; `--split train` takes those of the training"
         raise UsageError("`tasks.heldout` is not set, so there is nothing to attempt", hint=hint)
     check_tasks(config)
-    return PreparedRollouts(model=find_model_files(config), adapter=adapter)
+    callbacks = load_callbacks(config.callbacks)
+    return PreparedRollouts(model=find_model_files(config), adapter=adapter, callbacks=callbacks)
 
 
 def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
@@ -75,7 +78,7 @@ async def gather(
     with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
         async with (
             open_source(run.config, prepared.model, prepared.adapter, log=run.paths.engine_log) as source,
-            open_pool(run.config, run, source.engine, source.renderer, progress.phases) as pool,
+            open_pool(run.config, run, source.engine, source.renderer, progress.phases, prepared.callbacks) as pool,
         ):
             if harbor_cli:
                 assert isinstance(pool.runner, TrialRunner)

@@ -26,14 +26,14 @@ class TaskSets:
 
 def check_tasks(config: RunConfig) -> None:
     """Raise the errors that can be found before the run's folder is created."""
-    check_extensions(config.tasks)
+    check_task_extensions(config.tasks)
     if not config.tasks.is_custom:
         find_source(config.tasks.source).check(config.tasks)
     if config.tasks.heldout:
         load_tasks(config.tasks.heldout)
 
 
-def check_extensions(tasks: TasksConfig) -> None:
+def check_task_extensions(tasks: TasksConfig) -> None:
     """Load the source and the order of the user's that the settings name, and check their signatures."""
     if tasks.is_custom:
         find_source(tasks.source).check(tasks)

@@ -25,6 +25,12 @@ class Runner(Protocol):
     async def run(self, attempt: Attempt) -> Rollout: ...
 
 
+class Watch(Protocol):
+    """Is called with each finished rollout and its place in the run. `made` is False if it was read from disk."""
+
+    def __call__(self, order: Order, attempt: Attempt, rollout: Rollout, /, *, made: bool) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutPool:
     """Makes rollouts with limited concurrency, retries infrastructure failures, and records everything.
@@ -37,6 +43,8 @@ class RolloutPool:
     config: RolloutConfig
     transcribe: Callable[[Rollout], str]
     """Returns the rollout as readable text."""
+    watch: Watch | None = None
+    """Called for each rollout of an order, in the thread of the event loop."""
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,12 +63,16 @@ class RolloutPool:
                 rollout = await asyncio.shield(recording)
             done[attempt.group, attempt.index] = rollout
             on_finish(rollout)
+            if self.watch:
+                self.watch(order, attempt, rollout, made=True)
 
         try:
             async with asyncio.TaskGroup() as making:
                 for attempt in order.attempts():
                     if (attempt.group, attempt.index) in done:
                         on_finish(done[attempt.group, attempt.index])
+                        if self.watch:
+                            self.watch(order, attempt, done[attempt.group, attempt.index], made=False)
                     else:
                         making.create_task(make(attempt))
         except* DockyardError as errors:

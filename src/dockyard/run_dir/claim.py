@@ -1,15 +1,19 @@
-"""Claim a folder for a new run, and delete a run."""
+"""Lock a run folder, claim one for a new run, and delete a run.
 
+The kernel releases the lock when its process ends. The lock file is never removed: that would let two processes hold
+locks on two files of the same name.
+"""
+
+import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from dockyard.errors import UsageError
+from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.durable import make_folder
 from dockyard.run_dir.paths import RunPaths
-from dockyard.run_dir.resume import take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +29,7 @@ def claim_folder(paths: RunPaths, *, overwrite: bool) -> int:
         return lock
     if not overwrite:
         os.close(lock)
-        hint = f"`--resume {paths.root}` continues it, `--run_dir DIR` begins another, `--overwrite` deletes it first"
+        hint = f"`--resume {paths.root}` continues it, `--run_dir DIR` starts another, `--overwrite` deletes it first"
         raise UsageError(f"`{paths.root}` already holds a run", hint=hint)
     logger.warning("deleting the run in %s", paths.root)
     delete_run(paths)
@@ -49,3 +53,20 @@ def delete_run(paths: RunPaths, *, keep: Collection[Path] = ()) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def take_lock(path: Path) -> int:
+    """Lock the file and return its descriptor. Closing the descriptor releases the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise DockyardError(
+            f"`{path.parent}` is in use by process {holder or '(unknown)'}",
+            hint="wait for it or stop it, or choose another `--run_dir`",
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor

@@ -1,15 +1,21 @@
-"""The layout of a run folder. No other module builds a path inside one.
+"""The layout of a run folder, and the phases of a run. No other module builds a path inside a run folder.
 
 config.toml  purpose.json  versions.json  metrics.jsonl  summary.json  reward.png  split.json  run.lock  run.id
 task-list.json  backend/  trackers/  engine.log  crash.txt
 rollouts/step-00003.jsonl  rollouts/eval-{00003,before,after}.jsonl  rollouts/{rollouts,eval}.jsonl
 checkpoints/step-00010/  checkpoints/best/  adapters/v00010/  trials/  tasks/
+
+Rollouts are recorded by phase: one file per training step and one per evaluation.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard.run_dir.phases import check_phase
+EVAL_BEFORE, EVAL_AFTER = "eval-before", "eval-after"
+"""The evaluations before the first training step and after the last."""
+ROLLOUTS, EVAL = "rollouts", "eval"
+"""The only phase of a run that makes rollouts without training, and of an evaluation."""
+_NAMED = (EVAL_BEFORE, EVAL_AFTER, ROLLOUTS, EVAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +148,36 @@ class RunPaths:
         optional = (self.trackers, self.id, self.split, self.task_list, self.backend, self.engine_log)
         files = (self.versions, self.metrics, self.summary, self.curve, self.crash, self.purpose, self.config)
         return (*self.folders, *optional, *files)
+
+
+def step_phase(step: int) -> str:
+    """Return the phase of a training step."""
+    return f"step-{step:05}"
+
+
+def step_of(phase: str) -> int | None:
+    """Return the training step of a phase, or None outside training."""
+    name, _, number = phase.partition("-")
+    return int(number) if name == "step" else None
+
+
+def eval_phase(version: int) -> str:
+    """Return the phase that evaluates this weight version during training."""
+    return f"eval-{version:05}"
+
+
+def eval_of(phase: str) -> int | None:
+    """Return the weight version that a phase evaluates during training, or None for any other phase."""
+    name, _, number = phase.partition("-")
+    return int(number) if name == "eval" and number.isdecimal() else None
+
+
+def check_phase(phase: str) -> None:
+    """Raise ValueError unless this is the name of a phase."""
+    step, version = step_of(phase), eval_of(phase)
+    if step is not None:
+        known = (step_phase(step),)
+    else:
+        known = _NAMED if version is None else (eval_phase(version),)
+    if phase not in known:
+        raise ValueError(f"`{phase}` is not a phase of a run")

@@ -92,7 +92,7 @@ def load_run(path: Path | str) -> Run:
     """Open the folder of a run for reading, while it is in progress or after its end."""
     folder = Path(path)
     if not RunPaths(folder).config.is_file():
-        raise UsageError(f"`{folder}` holds no run", hint="`dockyard train RUN.toml` begins one")
+        raise UsageError(f"`{folder}` holds no run", hint="`dockyard train RUN.toml` starts one")
     return Run(folder.absolute())
 
 

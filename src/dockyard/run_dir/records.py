@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Val
 
 from dockyard.chat_format import exchange_json, parse_exchange, replace_surrogates
 from dockyard.errors import DockyardError
-from dockyard.run_dir.phases import step_of
+from dockyard.run_dir.paths import step_of
 from dockyard.types import Exchange, Failure, Rollout, Segment
 
 

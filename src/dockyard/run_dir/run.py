@@ -25,13 +25,12 @@ from pydantic_core import to_json
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.checkpoints import Checkpoint, Checkpoints, HeldoutScore
-from dockyard.run_dir.claim import claim_folder, delete_run
+from dockyard.run_dir.claim import claim_folder, delete_run, take_lock
 from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remove_drafts, write_atomically
-from dockyard.run_dir.paths import RunPaths
-from dockyard.run_dir.phases import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, eval_phase, step_phase
+from dockyard.run_dir.paths import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, RunPaths, eval_phase, step_phase
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
-from dockyard.run_dir.resume import Purpose, load_purpose, refuse_fixed, take_lock, versions
-from dockyard.settings.load import anchored, load_run_config
+from dockyard.run_dir.resume import Purpose, load_purpose, refuse_fixed, versions
+from dockyard.settings.load import SettingsFile, anchored, load_run_config
 from dockyard.settings.overrides import Overrides, Patch, read_overrides
 from dockyard.settings.text import to_toml
 from dockyard.types import Rollout
@@ -76,13 +75,14 @@ class ResumedRun:
         """Read the settings. Raise UsageError if `overrides` change what recorded results depend on."""
         file = RunPaths(path).config
         if not file.is_file():
-            raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` begins one")
+            raise UsageError(f"`{path}` holds no run", hint="`dockyard train RUN.toml` starts one")
+        settings = SettingsFile.read(file)
         here = Patch({"run_dir": path}, "--resume")  # the folder may have been moved
-        recorded = load_run_config(file, Overrides((here,)))
+        recorded = load_run_config(settings, Overrides((here,)))
         changes = read_overrides(RunConfig, overrides)
         if changes == Overrides():
             return cls(path=path, recorded=recorded, config=recorded)
-        config = load_run_config(file, changes.after(here))
+        config = load_run_config(settings, changes.after(here))
         refuse_fixed(recorded, config)
         return cls(path=path, recorded=recorded, config=config)
 
@@ -254,7 +254,7 @@ class RunDir:
         now = versions()
         for name, was in recorded.items():
             if now.get(name) != was:
-                logger.warning("the run began with %s %s; now it is %s", name, was, now.get(name))
+                logger.warning("the run was started with %s %s; now it is %s", name, was, now.get(name))
 
 
 def read_recorded(file: Path) -> list[RecordedRollout]:

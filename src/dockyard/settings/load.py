@@ -1,4 +1,4 @@
-"""Load settings: defaults, then one TOML file, then the command line.
+"""Load settings: defaults, then one TOML file, then the command line or the arguments of a Python function.
 
 All mistakes are reported together, each with its origin. Relative paths are relative to the current directory, not to
 the TOML file. `Provenance` records which settings the user set explicitly: a backend may ignore a default, but never a
@@ -7,9 +7,10 @@ value that the user wrote.
 
 import tomllib
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from dotenv import load_dotenv
 from pydantic import ValidationError
@@ -22,8 +23,21 @@ from dockyard.settings.rules import run_problems
 from dockyard.settings.text import settings_by_key, toml_value, value_at
 
 
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """A settings file that has been read, to load it several times."""
+
+    path: Path
+    values: dict[str, Any]
+    """Its content, before validation."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(path, read_toml(path))
+
+
 def load_run_config(
-    toml: Path | None, overrides: Sequence[str] | Overrides, *, drop: Collection[str] = ()
+    toml: Path | SettingsFile | None, overrides: Sequence[str] | Overrides, *, drop: Collection[str] = ()
 ) -> RunConfig:
     """Load the settings of one run. `overrides` are words such as `--trainer.lr 1e-4`; keys in `drop` are ignored."""
     config = load(RunConfig, toml, overrides, drop=drop)
@@ -32,11 +46,16 @@ def load_run_config(
 
 
 def load[C: Config](
-    kind: type[C], toml: Path | None, overrides: Sequence[str] | Overrides, *, drop: Collection[str] = ()
+    kind: type[C],
+    toml: Path | SettingsFile | None,
+    overrides: Sequence[str] | Overrides,
+    *,
+    drop: Collection[str] = (),
 ) -> C:
-    """Load settings of any kind from their defaults, a file and the command line."""
+    """Load settings of any kind from their defaults, a file and what overrides it."""
     given = read_overrides(kind, overrides)
-    values = read_toml(toml) if toml else {}
+    file = SettingsFile.read(toml) if isinstance(toml, Path) else toml
+    values = deepcopy(file.values) if file else {}
     given.apply_to(values)
     for key in drop:
         forget(values, key)
@@ -44,17 +63,19 @@ def load[C: Config](
         config = kind.model_validate(values)
     except ValidationError as error:
         found = [
-            explain(kind, found, lambda key: _spell(key, toml, given)) for found in error.errors(include_url=False)
+            explain(kind, found, lambda key: _spell(key, file, given)) for found in error.errors(include_url=False)
         ]
         raise SettingsError([*given.problems, *found]) from None
     raise_if_any(given.problems)
     return config
 
 
-def _spell(key: str, toml: Path | None, overrides: Overrides) -> str:
+def _spell(key: str, file: SettingsFile | None, overrides: Overrides) -> str:
     """How the user wrote a setting, and where."""
     flags = [patch.spell(key) for other, patch in overrides.assignments() if _overlap(key, other)]
-    return flags[-1] if flags else f"`{key}` in `{toml}`"
+    if flags:
+        return flags[-1]
+    return f"`{key}` in `{file.path}`" if file else f"`{key}`"
 
 
 def _overlap(key: str, other: str) -> bool:

@@ -1,18 +1,20 @@
-"""What the command line sets: `--trainer.lr 1e-4`, `--trainer.lr=1e-4`, `--agent.kwargs.foo 3`, or a short name.
+"""Settings that override those of a file: from the command line, or from the arguments of a Python function.
 
-Each word becomes a `Patch` once, by the type of its setting. Flags that stand for several settings are patches too, so
-the loader validates all of them together with the file. Inside a table a value is a JSON or TOML literal, else plain
-text; write `'"3"'` for the text 3.
+On the command line they are `--trainer.lr 1e-4`, `--trainer.lr=1e-4`, `--agent.kwargs.foo 3`, or a short name. Each
+becomes a `Patch` once, by the type of its setting. Flags that stand for several settings are patches too, so the loader
+validates all of them together with the file. Inside a table a value is a JSON or TOML literal, else plain text; write
+`'"3"'` for the text 3. In Python they are values, nested by section or named by dotted keys.
 """
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
+import numpy as np
 from pydantic.fields import FieldInfo
 
 from dockyard.config import Config
@@ -24,35 +26,41 @@ NO_ALIASES: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Settings that one flag sets."""
+    """Settings that one flag or one argument sets."""
 
     values: Mapping[str, object]
     """Dotted key -> value. A key may point into a table: `agent.kwargs.foo` adds to it, `agent.kwargs` replaces it."""
     flag: str
-    """What the user wrote, e.g. `--trainer.lr` or `--epochs`. Error messages name it."""
+    """What the user wrote, e.g. `--trainer.lr`, `--epochs` or, in Python, `trainer.lr`. Error messages name it."""
+    place: str = "on the command line"
+    """Where the user wrote it, as error messages say it after the flag."""
 
     def spell(self, key: str) -> str:
         """How an error message names one of these settings."""
         if len(self.values) == 1:
-            return f"`{self.flag}` on the command line"
+            return f"`{self.flag}` {self.place}"
         return f"`{key}`, set by `{self.flag}`,"
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Everything a command line sets, in order: the last value of a key wins."""
+    """All settings that override a file, in order: the last value of a key wins."""
 
     patches: tuple[Patch, ...] = ()
     problems: tuple[SettingProblem, ...] = ()
-    """What is wrong with the words. Reported together with what validation finds."""
+    """Mistakes that were found while reading them. They are reported together with those that validation finds."""
 
     def before(self, *patches: Patch) -> "Overrides":
-        """Add settings that override the file but not the words of the user."""
+        """Add settings that override the file but not what the user wrote."""
         return Overrides((*patches, *self.patches), self.problems)
 
     def after(self, *patches: Patch) -> "Overrides":
         """Add settings that override everything."""
         return Overrides((*self.patches, *patches), self.problems)
+
+    def sets(self, key: str) -> bool:
+        """Whether the setting with this dotted key is among them."""
+        return any(key == other for other, _ in self.assignments())
 
     def has_flag(self, flag: str) -> bool:
         """Whether the user wrote this flag."""
@@ -76,11 +84,24 @@ def read_overrides(
     """Parse words such as `--trainer.lr 1e-4`. `aliases` maps short names to keys: `--agent` -> `agent.name`."""
     if isinstance(given, Overrides):
         return given
-    found = [_read(kind, pair, aliases) for pair in _pairs(kind, given)]
-    return Overrides(
-        tuple(item for item in found if isinstance(item, Patch)),
-        tuple(item for item in found if isinstance(item, SettingProblem)),
-    )
+    return _gathered(_read(kind, pair, aliases) for pair in _pairs(kind, given))
+
+
+def value_overrides(kind: type[Config], values: Mapping[str, object], place: str) -> Overrides:
+    """Read Python values, nested by section or named by dotted keys: `{"steps": 3, "trainer": {"lr": 1e-4}}`.
+
+    `place` says where they come from, e.g. "in the arguments of `train`".
+    """
+    known = settings_by_key(kind)
+    return _gathered(_of_value(kind, key, value, place) for key, value in _leaves(values, known))
+
+
+def _gathered(found: Iterable[Patch | SettingProblem]) -> Overrides:
+    patches: list[Patch] = []
+    problems: list[SettingProblem] = []
+    for item in found:
+        patches.append(item) if isinstance(item, Patch) else problems.append(item)
+    return Overrides(tuple(patches), tuple(problems))
 
 
 def forget(values: dict[str, Any], key: str) -> None:
@@ -102,6 +123,9 @@ def setting_of(known: Mapping[str, FieldInfo], key: str) -> str | None:
 
 
 type _Pair = tuple[str, str]
+"""A flag and the text of its value."""
+type _Leaf = tuple[str, object]
+"""A dotted key and its value."""
 
 
 def _pairs(kind: type[Config], words: Sequence[str]) -> Iterator[_Pair | SettingProblem]:
@@ -131,11 +155,51 @@ def _read(kind: type[Config], pair: _Pair | SettingProblem, aliases: Mapping[str
         return unknown_setting(kind, key, spelled=f"`{flag}`", prefix="--")
     field = known[setting]
     value = _parse(field, text) if key == setting else _literal(text)
+    return _unusable(field, key, value, spelled=f"`{flag}`", shown=text) or Patch({key: value}, flag)
+
+
+def _unusable(field: FieldInfo, key: str, value: object, *, spelled: str, shown: object) -> SettingProblem | None:
+    """A mistake that validation would not find, or not explain."""
     if _is_table(field) and _holds_null(value):
-        return SettingProblem(f"`{flag}` is `{text}`; a table cannot hold null", "leave that key out")
+        return SettingProblem(f"{spelled} is `{shown}`; a table cannot hold null", "leave that key out")
     if value == "" and Path in _members(field):
-        return SettingProblem(f"`{flag}` is empty; it must be a path", f"`{key}`: {one_line(field.description)}")
-    return Patch({key: value}, flag)
+        return SettingProblem(f"{spelled} is empty; it must be a path", f"`{key}`: {one_line(field.description)}")
+    return None
+
+
+def _leaves(values: Mapping[str, object], known: Mapping[str, FieldInfo], path: str = "") -> Iterator[_Leaf]:
+    """Each value with its dotted key. A dict that is the value of one setting is not split."""
+    for name, value in values.items():
+        key = f"{path}{name}"
+        if isinstance(value, Config):
+            value = cast(object, value.model_dump(exclude_unset=True))
+        is_section = any(other.startswith(f"{key}.") for other in known)
+        if isinstance(value, Mapping) and key not in known and (value or is_section):
+            yield from _leaves(cast(Mapping[str, object], value), known, f"{key}.")
+        else:
+            yield key, value
+
+
+def _of_value(kind: type[Config], key: str, value: object, place: str) -> Patch | SettingProblem:
+    known = settings_by_key(kind)
+    setting = setting_of(known, key)
+    spelled = f"`{key}` {place}"
+    if setting is None or "" in key.split("."):
+        return unknown_setting(kind, key, spelled=spelled, prefix="")
+    plain = _plain(value)
+    problem = _unusable(known[setting], key, plain, spelled=spelled, shown=value)
+    return problem or Patch({key: plain}, key, place)
+
+
+def _plain(value: object) -> object:
+    """The value as JSON or TOML has it: no numpy numbers, no paths, no values of other types."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in cast(Mapping[object, object], value).items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in cast(Iterable[object], value)]
+    if isinstance(value, np.generic):
+        return cast(object, value.item())  # pyright: ignore[reportUnknownMemberType]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _put(values: dict[str, Any], parts: Sequence[str], value: object) -> None:

@@ -5,7 +5,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from dockyard.collect.passk import Score, score_rollouts
+from dockyard.callbacks import RunCallbacks
+from dockyard.collect.passk import Score, score_numbers, score_rollouts
 from dockyard.config import RunConfig
 from dockyard.rollout.order import Order
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
@@ -24,20 +25,25 @@ class Heldout:
     learner: Learner
     run: RunDir
     config: RunConfig
+    callbacks: RunCallbacks
 
     async def before(self) -> None:
         """Evaluate the base model."""
-        await self._score(EVAL_BEFORE, "before training")
+        await self._score(EVAL_BEFORE, "before training", version=0)
+        self.callbacks.report_evaluations()
         if self.tasks and self.attempts and self.learner.engine is None:
             logger.warning("trained weights are not evaluated: `%s` does not get them", self.config.engine.url)
 
     async def during(self, version: int) -> dict[str, float]:
-        """Evaluate this version if that is due, and return its metrics. `after` evaluates the last version."""
+        """Evaluate this version if that is due, and return its metrics. `after` evaluates the last version.
+
+        Callbacks are called later, when the step is recorded.
+        """
         every = self.config.eval.every
         if not every or version % every or version >= self.config.steps or self.learner.engine is None:
             return {}
         start = time.monotonic()
-        found = await self._score(eval_phase(version), f"after step {version}")
+        found = await self._score(eval_phase(version), f"after step {version}", version=version)
         if found is None:
             return {}
         await self._keep_best(version, found)
@@ -51,11 +57,15 @@ class Heldout:
 
     async def after(self) -> None:
         """Evaluate the last version."""
-        found = await self._score(EVAL_AFTER, "after training") if self.learner.engine else None
+        if self.learner.engine is None:
+            return
+        version = self.learner.version
+        found = await self._score(EVAL_AFTER, "after training", version=version)
         if found:
-            await self._keep_best(self.learner.version, found)
+            await self._keep_best(version, found)
+        self.callbacks.report_evaluations()
 
-    async def _score(self, phase: str, title: str) -> Score | None:
+    async def _score(self, phase: str, title: str, *, version: int) -> Score | None:
         if not self.tasks or self.attempts is None:
             return None
         order = Order(
@@ -68,7 +78,10 @@ class Heldout:
         )
         groups = await self.attempts.gather(order, f"held-out tasks {title}")
         scores = score_rollouts(rollout for group in groups for rollout in group.rollouts)
-        return scores and scores.reward
+        if scores is None:
+            return None
+        self.callbacks.evaluated(phase, version, score_numbers(scores))
+        return scores.reward
 
     async def _keep_best(self, version: int, found: Score) -> None:
         if self.config.trainer.keep_best:

@@ -16,9 +16,10 @@ torch and Harbor are imported when a mode is opened that needs them.
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dockyard.callbacks import RunCallbacks
 from dockyard.collect.task_sets import TaskSets
 from dockyard.config import EngineConfig, RunConfig
 from dockyard.engine.custom import CheckedEngine
@@ -50,6 +51,7 @@ class RunInputs:
     """The groups to train on if the rollouts are read from disk; empty otherwise."""
     model_dir: Path
     renderer: Renderer
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,7 @@ async def _attempts(
     tasks, order = inputs.tasks.train, config.tasks.order
     choose = CustomOrder(reference=order, tasks=tasks, run=inputs.run).due if order else None
     shaping = open_shaping(config.grpo, inputs.renderer, inputs.run.paths.trials)
-    async with open_pool(config, inputs.run, engine, renderer, progress.phases) as pool:
+    async with open_pool(config, inputs.run, engine, renderer, progress.phases, inputs.callbacks) as pool:
         attempts = TaskRollouts(
             pool=pool, tasks=tasks, config=config, progress=progress, choose=choose, shaping=shaping
         )

@@ -1,11 +1,12 @@
-"""Record the steps of a run: metrics, trackers, the progress display, and a checkpoint when one is due."""
+"""Record the steps of a run: metrics, trackers, the progress display, a checkpoint when one is due, and callbacks."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from dockyard.callbacks import RunCallbacks
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.rl.statistics import rollout_metrics
@@ -19,7 +20,7 @@ from dockyard.types import Group, Rollout
 
 @dataclass(slots=True)
 class StepRecord:
-    """Writes a step's metrics to the run folder, the progress display and the trackers, then saves a checkpoint.
+    """Writes a step's metrics to the run folder, the display and the trackers, saves a checkpoint, calls callbacks.
 
     The order matters: a checkpoint implies that the steps before it are recorded.
     """
@@ -33,6 +34,8 @@ class StepRecord:
     """Sends a step's metrics to trackers."""
     off_policy_source: str | None = None
     """Says where the rollouts come from if the policy did not sample them."""
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
+    """Called last, when everything about the step is on disk."""
     _since: float = 0.0
 
     def __post_init__(self) -> None:
@@ -48,6 +51,7 @@ class StepRecord:
         if numbers.get("train/skipped"):
             _stop_if_stuck(self.run)
         await self.learner.checkpoint()
+        self.callbacks.after_step(step, numbers)
 
     def _numbers(self, step: int, groups: tuple[Group, ...], metrics: dict[str, float]) -> dict[str, float]:
         seconds = time.monotonic() - self._since
@@ -79,7 +83,7 @@ def _stop_if_stuck(run: RunDir) -> None:
     if len(skipped) >= limit and all(skipped[-limit:]):
         raise DockyardError(
             f"the gradients of the last {limit} updates were not finite: the policy is not learning",
-            hint="begin another run with a lower `--trainer.lr` or `--model.dtype float32`; "
+            hint="start another run with a lower `--trainer.lr` or `--model.dtype float32`; "
             "`--trainer.max_skipped_steps` sets how many may be skipped",
         )
 

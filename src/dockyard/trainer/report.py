@@ -203,13 +203,11 @@ def chart(rewards: Sequence[float], num_steps: int = 0) -> str:
 
 def draw_curve(summary: RunSummary, path: Path) -> None:
     """Draw the reward curve to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # pyplot would keep every figure, and choose a backend for the process
 
     rewards = summary.known_rewards
-    figure, axes = plt.subplots(figsize=(6, 4), dpi=150)
+    figure = Figure(figsize=(6, 4), dpi=150)
+    axes = figure.subplots()
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o", label="training rollouts")
     if summary.during:
         axes.plot(*zip(*summary.during.items(), strict=True), "s--", label="held-out, during")

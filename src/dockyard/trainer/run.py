@@ -2,12 +2,15 @@
 
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from dockyard import process
+from dockyard.callbacks import load_callbacks, log_stop
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
+from dockyard.errors import StopRun
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rl.functions import check_functions
 from dockyard.run_dir.run import RunDir
@@ -32,13 +35,19 @@ def run_training(config: RunConfig, *, run_dir: RunDir, open_remote: OpenLearner
     config = run_dir.config = with_steps(config, len(inputs.recorded or inputs.tasks.train))
     with open_trackers(config, run_dir) as trackers:
         words = Words.of([*inputs.tasks.train, *inputs.tasks.heldout], inputs.renderer.text)
-        with TrainingProgress(config.steps, words=words) as progress:
-            process.run(_run(inputs, progress, trackers, open_remote))
+        stopped: StopRun | None = None
+        with closing(inputs.callbacks), TrainingProgress(config.steps, words=words) as progress:
+            try:
+                process.run(_run(inputs, progress, trackers, open_remote))
+            except StopRun as stop:
+                stopped = stop
         summary = RunSummary.of(run_dir, wall_s=time.monotonic() - start)
         run_dir.write_summary(summary.json())
         trackers.conclude(summary.json())
     draw_curve(summary, run_dir.paths.curve)
     sys.stderr.write(f"\n{report(run_dir, summary)}\n")
+    if stopped:
+        log_stop(stopped, "train", run_dir.path)
 
 
 def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
@@ -46,6 +55,8 @@ def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
     check_method(config, remote=remote)
     check_tasks(config)
     check_functions(config.grpo, remote=remote)
+    steps = [int(line["step"] or 0) for line in run.read_metrics()]
+    callbacks = load_callbacks(config.callbacks, last_recorded=max(steps, default=-1))
     if makes_rollouts(config):
         from dockyard.collect.open import check_run  # imports Harbor
 
@@ -59,19 +70,28 @@ def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
         recorded=load_groups(Path(config.tasks.dataset or ""), renderer, config.grpo) if recorded else (),
         model_dir=model_dir,
         renderer=renderer,
+        callbacks=callbacks,
     )
 
 
 async def _run(
     inputs: RunInputs, progress: TrainingProgress, trackers: Trackers, open_remote: OpenLearner | None
 ) -> None:
-    run, config = inputs.run, inputs.run.config
+    run, config, callbacks = inputs.run, inputs.run.config, inputs.callbacks
     mode = await choose_mode(config, open_remote)
     async with mode.open(inputs, progress) as parts:
         learner = parts.learner
-        heldout = Heldout(tasks=inputs.tasks.heldout, attempts=parts.attempts, learner=learner, run=run, config=config)
+        heldout = Heldout(
+            tasks=inputs.tasks.heldout,
+            attempts=parts.attempts,
+            learner=learner,
+            run=run,
+            config=config,
+            callbacks=callbacks,
+        )
         await learner.publish()
         await heldout.before()
-        record = StepRecord(run, progress, learner, heldout.during, trackers.log, parts.off_policy_source)
+        callbacks.start(learner.version)
+        record = StepRecord(run, progress, learner, heldout.during, trackers.log, parts.off_policy_source, callbacks)
         await train(config.steps, parts.rollouts, learner, record)
         await heldout.after()

@@ -62,6 +62,7 @@ _OWN_GATEWAYS = "each of its processes opens its own gateway on a free port"
 _OWN_ALGORITHM = "it has its own advantages and loss; `prime_rl.options.orchestrator.algo` selects them"
 _OWN_TRACKERS = "it has its own monitors, for example `prime_rl.options.monitors.wandb`"
 _IGNORED = {
+    "callbacks": "Prime-RL runs the training loop, which does not call them",
     **{
         f"grpo.{name}": _OWN_ALGORITHM
         for name in (

@@ -57,6 +57,7 @@ _OWN_TRACKERS = "it has its own trackers; add `--use-wandb` to `slime.args`"
 _IGNORED = {
     "tasks.order": "it attempts each task once per pass, in an order that the seed determines",
     "grpo.reward": "it trains with the verifier's reward; `dockyard train` calls the function",
+    "callbacks": "SLiME runs the training loop, which does not call them",
     "grpo.dynamic_sampling": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "grpo.max_tries": "use `slime.dynamic_sampling`, SLiME's own implementation",
     "trainer.compile": "Megatron has its own kernels",
