@@ -139,8 +139,11 @@ def refuse_with_resume(given: Mapping[str, object], *, resume: str, hint: str) -
             raise UsageError(f"`{name}` cannot be combined with `{resume}`", hint=hint)
 
 
-def check_extensions(config: RunConfig, purpose: Purpose) -> None:
-    """Raise UsageError if a class or function of the user's that the settings name is missing or wrong."""
+def check_extensions(config: RunConfig, *, trains_here: bool) -> None:
+    """Raise UsageError if a class or function of the user's that the settings name is missing or wrong.
+
+    `trains_here`: this process trains the policy, so it calls the functions of `grpo`.
+    """
     check_callbacks(config.callbacks)
     if config.engine.is_custom:
         from dockyard.engine.custom import check_engine
@@ -150,7 +153,7 @@ def check_extensions(config: RunConfig, purpose: Purpose) -> None:
         from dockyard.collect.task_sets import check_task_extensions
 
         check_task_extensions(config.tasks)
-    if purpose.verb == "train":
+    if trains_here:
         from dockyard.rl.functions import check_functions
 
         with needs_packages("`grpo.loss`"):
