@@ -34,7 +34,11 @@ from dockyard.rollout.sandbox.check import check_sandbox
 if problem := check_sandbox(sys.argv[1]):
     print(problem.message, problem.hint, sep="\\n")
 """
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # threads of tests that run side by side would only wait for each other
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # threads of tests that run side by side would only wait for each other
+    "COVERAGE_CORE": "sysmon",  # the only way to measure coverage that hardly costs time
+}
+COVERAGE = ROOT / ".cache" / "coverage"
 MAX_COMMAND_S = 2400  # only against hanging
 MAX_LINES = 200  # of the log of a group that failed
 CLOSING = re.compile(r"^(=+ )?\d+ (passed|failed|skipped|error|deselected).* in \d+\.\d+s\b")  # pytest's last line
@@ -75,6 +79,11 @@ class Result:
     @property
     def log(self) -> Path:
         return LOGS / f"{self.group.name}.log"
+
+    @property
+    def coverage(self) -> Path:
+        """Where its tests record which lines they ran, if they measure it."""
+        return COVERAGE / self.group.name
 
     def lines(self) -> list[str]:
         """Of the log, which may hold any bytes."""
@@ -148,6 +157,7 @@ def vllm_missing() -> Missing | None:
 
 UNIT = "not (real or tokenizers or soak)"
 TWO = "-n 2"  # processes; tests/conftest.py says which tests stay together
+COVERED = "--cov dockyard --cov-report="  # child processes are not measured
 RELEASES = ("0.3.1", "0.4.0")  # of verifiers: the one that Prime-RL brings, and the newest
 INSTALL_VERIFIERS = tuple(f"sh tools/install-verifiers.sh {release} .cache/verifiers-{release}" for release in RELEASES)
 
@@ -185,13 +195,13 @@ GROUPS = (
         setup=INSTALL_VERIFIERS,
         missing=sandbox_missing,
     ),
-    Group("torch", (f"pytest tests/train -m 'not soak' {TWO}",), missing=sandbox_missing),
+    Group("torch", (f"pytest tests/train -m 'not soak' {TWO} {COVERED}",), missing=sandbox_missing),
     Group(
         "sandbox",
-        (f"pytest tests/real tests/unit -m 'real and not (vllm or soak)' {TWO}",),
+        (f"pytest tests/real tests/unit -m 'real and not (vllm or soak)' {TWO} {COVERED}",),
         missing=sandbox_missing,
     ),
-    Group("unit", (f"pytest tests/unit -m '{UNIT}' {TWO}",)),
+    Group("unit", (f"pytest tests/unit -m '{UNIT}' {TWO} {COVERED}",)),
     Group("types", ("pyright",)),
     Group(
         "agents",
@@ -219,6 +229,7 @@ class Runner:
     async def run(self, group: Group) -> Result:
         result = Result(group, missing=group.missing())
         result.log.write_bytes(b"")
+        result.coverage.unlink(missing_ok=True)
         if result.missing:
             return result
         is_good = True
@@ -229,7 +240,7 @@ class Runner:
                 result.setup_s = time.monotonic() - begin
         async with self._jobs:
             begin = time.monotonic()
-            is_good = is_good and await run_all(group.tests, result.log)
+            is_good = is_good and await run_all(group.tests, result.log, coverage=result.coverage)
             result.tests_s = time.monotonic() - begin
         result.outcome = "passed" if is_good else "failed"
         result.counts = count(result.lines())
@@ -239,23 +250,23 @@ class Runner:
         return result
 
 
-async def run_all(commands: tuple[str, ...], log: Path) -> bool:
-    """Whether all of them succeed. The first that does not is the last."""
+async def run_all(commands: tuple[str, ...], log: Path, *, coverage: Path | None = None) -> bool:
+    """Whether all of them succeed. The first that does not is the last. `coverage` is where they record it."""
     for command in commands:
         with log.open("ab") as out:
             out.write(f"$ {command}\n".encode())
             out.flush()
-            if await run(command, out.fileno()):
+            if await run(command, out.fileno(), {"COVERAGE_FILE": str(coverage)} if coverage else {}):
                 return False
     return True
 
 
-async def run(command: str, out: int) -> int:
-    """The exit code. What it started in its session ends with this call."""
+async def run(command: str, out: int, more: dict[str, str]) -> int:
+    """The exit code. What it started in its session ends with this call. `more` are environment variables."""
     process = await asyncio.create_subprocess_shell(
         command,
         cwd=ROOT,
-        env=ENVIRONMENT | os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "INSTALL": str(int(MAY_INSTALL))},
+        env=ENVIRONMENT | os.environ | more | {"PATH": f"{BIN}:{os.environ['PATH']}", "INSTALL": str(int(MAY_INSTALL))},
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=out,
@@ -303,8 +314,27 @@ def report(results: list[Result]) -> None:
     say("\n".join(["", *skipped, "", f"{'group':<12}{'result':<9}{'setup s':>7}{'tests s':>10}  tests"]))
     for result in results:
         say(result.row())
+    if covered := coverage(results):
+        say(covered)
     total = sum((result.counts for result in results), Counter())
     say(f"{total['passed']} passed, {total['failed'] + total['error']} failed, {total['skipped']} skipped")
+
+
+def coverage(results: list[Result]) -> str:
+    """A line about the share of lines that these groups ran; empty if none of them measured it."""
+    files = [str(result.coverage) for result in results if result.coverage.is_file()]
+    if not files:
+        return ""
+    data = f"--data-file={COVERAGE / 'all'}"
+    run_coverage("combine", data, "--keep", "--quiet", *files)
+    share = run_coverage("report", data, "--format=total") or "unknown"
+    names = ", ".join(Path(file).name for file in files)
+    return f"coverage of src/dockyard by {names}: {share} % of lines, without child processes"
+
+
+def run_coverage(*arguments: str) -> str:
+    done = subprocess.run([BIN / "coverage", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
 
 
 def say(text: str) -> None:

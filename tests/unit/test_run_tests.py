@@ -48,6 +48,17 @@ def test_the_last_lines_are_a_table_and_the_sum(script: Any, capsys: pytest.Capt
     assert total == "7 passed, 0 failed, 1 skipped"
 
 
+def test_coverage_of_the_groups_that_measure_it_is_shown(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(script, "COVERAGE", tmp_path)
+    measured = "python -m coverage run --source dockyard -m dockyard --version"
+    assert script.main([passing(script), group(script, "measured", measured)]) == 0
+    line = capsys.readouterr().out.splitlines()[-2]
+    assert line.startswith("coverage of src/dockyard by measured: ")
+    assert 0 < int(line.split(": ")[1].split()[0]) < 100
+
+
 def test_a_group_that_cannot_run_is_skipped_with_its_reason_and_fails_only_when_strict(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
