@@ -91,12 +91,17 @@ class C:
 """
 
 
-def test_a_run_that_a_callback_stops_has_a_summary_and_continues_without_repeated_calls(tmp_path: Path):
+def test_a_run_that_a_callback_stops_has_a_summary_and_continues_without_repeated_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "counting.py").write_text(COUNTING)
     config = settings(tmp_path, steps=3) | {"callbacks": ["counting:C"], "trainer.save_every": 3}
     run = dockyard.train(config, run_dir="mine")
     assert run.metrics(as_="arrow")["step"].to_pylist() == [0, 1]
     assert run.adapter == tmp_path / "mine/adapters/v00002"
+    shown = capsys.readouterr().err
+    assert "stopped after 2 of 3 steps" in shown
+    assert f"adapter:      {run.adapter}\n" in shown
     assert run.summary is not None
     assert len(run.summary["rewards"]) == 2
     step = ["rollout"] * TASKS_PER_STEP * GROUP_SIZE + ["group"] * TASKS_PER_STEP

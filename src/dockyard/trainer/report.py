@@ -167,14 +167,15 @@ def _example(run: RunDir) -> str:
 
 def _closing(run: RunDir, summary: RunSummary) -> str:
     failures = ", ".join(f"{cause} {count}" for cause, count in summary.failures.items()) or "none"
-    last = run.paths.adapter(summary.steps)
     kind = "model" if run.config.trainer.method == "full" else "adapter"
+    done = len(summary.rewards)
     return "\n".join(
         [
+            *([f"stopped after {done} of {summary.steps} steps"] if done < summary.steps else []),
             f"{summary.num_rollouts} rollouts, failures: {failures}; {summary.wall_s / 60:.1f} minutes",
             *filter(None, [gateway_line(summary.gateway)]),
             f"run folder:   {run.path}",
-            f"{kind + ':':<14}{last}",
+            f"{kind + ':':<14}{_newest_weights(run, done) or 'none, because no update was made'}",
             f"reward curve: {run.paths.curve}",
             "",
             "next:",
@@ -185,6 +186,12 @@ def _closing(run: RunDir, summary: RunSummary) -> str:
             "  dockyard train --tasks.train DIR --model.name M  your own tasks, your own model",
         ]
     )
+
+
+def _newest_weights(run: RunDir, num_updates: int) -> Path | None:
+    """The folder of the newest trained weights of a run that made this many updates."""
+    folders = [run.paths.adapter(version) for version in range(num_updates, 0, -1)]
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def chart(rewards: Sequence[float], num_steps: int = 0) -> str:
