@@ -458,7 +458,7 @@ class RunConfig(Config):
     run_dir: Resumable[Path] = Path("runs/run")
     """The run folder: settings, rollouts, metrics, checkpoints."""
     steps: Resumable[int] = Field(default=50, ge=0)
-    """Number of optimizer steps."""
+    """Number of optimizer steps. With `trainer.schedule = "linear"`, a resumed run must keep it."""
     seed: Fixed[int] = Field(default=0, ge=0, lt=2**32)
     """Random seed of task order, sampling and adapter initialization."""
     callbacks: Resumable[tuple[str, ...]] = ()

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAliasType, cast, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from dockyard.config import Config
+from dockyard.config import Config, OnResume
 from dockyard.errors import UsageError
 
 
@@ -149,7 +149,8 @@ def _help_lines(kind: type[Config], default: Config, path: str, layout: _Layout)
         if as_section(field):
             sections.append(name)
             continue
-        facts = "; ".join([f"default: {_default_text(getattr(default, name))}", *_limits(field)])
+        resume = ["may change on resume"] if OnResume.MAY_CHANGE in field.metadata else []
+        facts = "; ".join([f"default: {_default_text(getattr(default, name))}", *_limits(field), *resume])
         yield f"  {layout.names.get(key, f'--{key}')} {_type_text(field.annotation)}  ({facts})"
         indent = " " * 6
         yield from textwrap.wrap(field.description or "", layout.width, initial_indent=indent, subsequent_indent=indent)
