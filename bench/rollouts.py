@@ -29,7 +29,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 from dockyard.collect.open import NoModel, open_pool
 from dockyard.config import AgentConfig, EnvironmentConfig, RolloutConfig, RunConfig
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout
@@ -107,9 +107,9 @@ async def ours(kind: str, task: Path, folder: Path, trials: int, at_once: int) -
     )
     with RunDir.create(folder / f"{kind}-{at_once}", config) as run:
         async with open_pool(config, run, NoModel(), None) as pool:
-            await pool.collect(_order(task, "step-00000", at_once), _ignore)  # imports, and the first of everything
+            await pool.collect(_plan(task, "step-00000", at_once), _ignore)  # imports, and the first of everything
             started = time.monotonic()
-            groups = await pool.collect(_order(task, "step-00001", trials), _ignore)
+            groups = await pool.collect(_plan(task, "step-00001", trials), _ignore)
             wall_s = time.monotonic() - started
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [rollout.reward for rollout in rollouts] == [1.0] * trials, [rollout.failure for rollout in rollouts]
@@ -119,8 +119,8 @@ async def ours(kind: str, task: Path, folder: Path, trials: int, at_once: int) -
     return Figures(name, at_once, trials, wall_s, _with_rest(phases, total))
 
 
-def _order(task: Path, phase: str, trials: int) -> Order:
-    return Order(phase=phase, tasks=load_tasks(task), group_size=trials, temperature=1.0, seed=0, stream=phase)
+def _plan(task: Path, phase: str, trials: int) -> RolloutPlan:
+    return RolloutPlan(phase=phase, tasks=load_tasks(task), group_size=trials, temperature=1.0, seed=0, stream=phase)
 
 
 def _ignore(_: Rollout) -> None: ...

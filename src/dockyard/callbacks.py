@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dockyard.errors import DockyardError, StopRun, UsageError
 from dockyard.extension import REFERENCE, load_class, load_methods
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.run_dir.paths import EVAL, ROLLOUTS, step_of
 from dockyard.types import Group, Rollout
 
@@ -103,7 +103,7 @@ class _Instance:
 class _Finished:
     """A finished rollout and its place in the run."""
 
-    order: Order
+    plan: RolloutPlan
     attempt: Attempt
     rollout: Rollout
     made: bool
@@ -132,17 +132,17 @@ class RunCallbacks:
         """Training starts with this step."""
         self._step = step
 
-    def rollout_finished(self, order: Order, attempt: Attempt, rollout: Rollout, *, made: bool) -> None:
+    def rollout_finished(self, plan: RolloutPlan, attempt: Attempt, rollout: Rollout, *, made: bool) -> None:
         """Report a rollout, and its group once that is complete. `made` is False for a rollout read from disk."""
         if not self.instances:
             return
-        finished = _Finished(order, attempt, rollout, made)
+        finished = _Finished(plan, attempt, rollout, made)
         if made:
-            self._phases.add(order.phase)
-        step = step_of(order.phase)
+            self._phases.add(plan.phase)
+        step = step_of(plan.phase)
         if step is not None and step > self._step:
             self._early.setdefault(step, []).append(finished)
-        elif step is not None or order.phase in (ROLLOUTS, EVAL):
+        elif step is not None or plan.phase in (ROLLOUTS, EVAL):
             self._report(finished)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -172,20 +172,20 @@ class RunCallbacks:
                 logger.warning(message, instance.reference, name, count, instance.calls[name])
 
     def _report(self, finished: _Finished) -> None:
-        order, group = finished.order, finished.attempt.group
+        plan, group = finished.plan, finished.attempt.group
         if finished.made:
             self._call("after_rollout", finished.rollout)
-        if order.phase == EVAL:
+        if plan.phase == EVAL:
             return
-        members = self._unfinished.setdefault((order.phase, group), [])
+        members = self._unfinished.setdefault((plan.phase, group), [])
         members.append(finished)
-        if len(members) < order.group_size:
+        if len(members) < plan.group_size:
             return
-        del self._unfinished[order.phase, group]
+        del self._unfinished[plan.phase, group]
         if any(member.made for member in members):
             ordered = sorted(members, key=lambda member: member.attempt.index)
             rollouts = tuple(member.rollout for member in ordered)
-            self._call("after_group", Group(task=finished.rollout.task, rollouts=rollouts, spare=order.first_group > 0))
+            self._call("after_group", Group(task=finished.rollout.task, rollouts=rollouts, spare=plan.first_group > 0))
 
     def _call(self, name: str, *arguments: object) -> None:
         for instance in self.instances:

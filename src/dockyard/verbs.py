@@ -203,7 +203,7 @@ def prepare_rollouts(config: RunConfig, purpose: Purpose) -> Work:
     """Check the agent, the environment, the model and the training tasks."""
     from dockyard.collect.harbor_cli import check_limits
     from dockyard.collect.rollout import collect_rollouts
-    from dockyard.collect.run_order import prepare
+    from dockyard.collect.run_plan import prepare
 
     if purpose.harbor_cli:
         check_limits(config.rollout)
@@ -219,7 +219,7 @@ def prepare_rollouts(config: RunConfig, purpose: Purpose) -> Work:
 def prepare_evaluation(config: RunConfig, purpose: Purpose) -> Work:
     """Check the agent, the environment, the model and the tasks of the split."""
     from dockyard.collect.evaluate import evaluate
-    from dockyard.collect.run_order import prepare
+    from dockyard.collect.run_plan import prepare
 
     prepared = prepare(config, split=purpose.split, adapter=purpose.adapter)
 

@@ -26,7 +26,7 @@ from dockyard.collect.harbor_cli import HarborCliRunner
 from dockyard.collect.open import open_pool
 from dockyard.config import RunConfig
 from dockyard.rollout.job import read_job
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir
 from dockyard.tasks.folder import load_tasks

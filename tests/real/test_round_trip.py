@@ -21,7 +21,7 @@ from dockyard.convert.conversation import Converted
 from dockyard.convert.read import read_trials
 from dockyard.convert.sample_files import read_samples
 from dockyard.convert.samples import groups_of
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Finish, Rollout, Segment, Task
 
@@ -47,8 +47,8 @@ async def record(script: Sequence[Said], task: Task, size: int = 1, **settings: 
     config = RunConfig.model_validate({"tasks": {"source": "demo"}, "rollout": {"concurrency": 1}, **settings})
     with RunDir.create(Path("mine"), config) as run:
         async with open_pool(config, run, FakeEngine(script), tiny_renderer()) as pool:
-            order = Order(phase=ROLLOUTS, tasks=[task], group_size=size, temperature=1.0, seed=0, stream="s")
-            await pool.collect(order, lambda _: None)
+            plan = RolloutPlan(phase=ROLLOUTS, tasks=[task], group_size=size, temperature=1.0, seed=0, stream="s")
+            await pool.collect(plan, lambda _: None)
         return [recorded.rollout for recorded in run.read_rollouts(ROLLOUTS)]
 
 

@@ -22,7 +22,7 @@ from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.docker.docker_cli import ask
 from dockyard.rollout.docker.site import RUN_LABEL
 from dockyard.rollout.environments import Site, open_site, reachable
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.rollout.pool import RolloutPool
 from dockyard.rollout.sandbox.check import check_sandbox
 from dockyard.rollout.trial import Phases, TrialRunner
@@ -135,11 +135,11 @@ async def run_row(row: Row, site: Site, folder: Path) -> Seen:
     """Through the pool, which tries what is worth it again."""
     task = write_task(folder / "task", row.test, row.image, toml=row.toml, **_files(row))
     runner = RowRunner(row=row, site=_own(site, row), folder=folder)
-    order = Order(phase="step-00000", tasks=[task], group_size=1, temperature=1.0, seed=0, stream="s")
+    plan = RolloutPlan(phase="step-00000", tasks=[task], group_size=1, temperature=1.0, seed=0, stream="s")
     config = row.limits.model_copy(update={"max_lost_share": 1.0})
     with closing(RunDir.create(folder / "run", RunConfig())) as run:
         pool = RolloutPool(runner=runner, run=run, config=config, transcribe=lambda rollout: rollout.task)
-        [group] = await pool.collect(order, lambda _: None)
+        [group] = await pool.collect(plan, lambda _: None)
     return Seen(group.rollouts[0], runner.num_tries)
 
 

@@ -15,7 +15,7 @@ from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import TokenSessions
 from dockyard.rollout.agents.wiring import runs_inside
 from dockyard.rollout.environments import open_site, reachable
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.sandbox.check import choose_mechanism
 from dockyard.rollout.trial import Phases, TrialRunner
 from dockyard.types import Rollout, Task

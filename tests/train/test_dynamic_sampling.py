@@ -9,7 +9,7 @@ import pytest
 
 from dockyard.config import GRPOConfig, RolloutConfig, RunConfig, TasksConfig
 from dockyard.rl.pack import examples_of
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.trainer.display import TrainingProgress

@@ -25,7 +25,7 @@ from dockyard.rl.loss import Batch, Loss, batch_loss, load_loss
 from dockyard.rl.pack import Example, examples_of, pack
 from dockyard.rl.reward import open_shaping
 from dockyard.rl.trees import plant
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.records import RecordedRollout
 from dockyard.run_dir.run import RunDir, read_recorded
@@ -416,8 +416,8 @@ async def test_dynamic_sampling_looks_at_shaped_rewards_and_evaluations_are_not_
                 pool=pool, tasks=tasks, config=config, progress=TrainingProgress(1), shaping=shaping
             )
             groups = await rollouts.collect(0)
-            order = Order(phase="eval-before", tasks=tasks, group_size=1, temperature=1.0, seed=0, stream="eval")
-            evaluated = await rollouts.gather(order, "evaluation")
+            plan = RolloutPlan(phase="eval-before", tasks=tasks, group_size=1, temperature=1.0, seed=0, stream="eval")
+            evaluated = await rollouts.gather(plan, "evaluation")
         assert len(groups) == (2 if shapes else 6)
         assert [rollout.shaped_reward for rollout in groups[0].rollouts] == ([0.0, 1.0] if shapes else [None, None])
         assert [rollout.reward for rollout in groups[0].rollouts] == [1.0, 1.0]

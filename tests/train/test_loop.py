@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dockyard.config import RolloutConfig, RunConfig
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.rollout.pool import RolloutPool
 from dockyard.trainer.display import TrainingProgress
 from dockyard.trainer.loop import TaskRollouts, train
@@ -82,8 +82,8 @@ class FakePool:
     learner: Fake
     begun: dict[str, int] = field(default_factory=dict)
 
-    async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
-        self.begun[order.phase] = self.learner.version
+    async def collect(self, plan: RolloutPlan, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+        self.begun[plan.phase] = self.learner.version
         await asyncio.sleep(0.01)
         return ()
 
@@ -115,9 +115,9 @@ async def test_rollouts_go_on_while_the_policy_learns():
             return await super().update(groups)
 
     class Noted(FakePool):
-        async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
-            groups = await super().collect(order, on_finish)
-            done.append(order.phase)
+        async def collect(self, plan: RolloutPlan, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+            groups = await super().collect(plan, on_finish)
+            done.append(plan.phase)
             return groups
 
     slow = Slow()
@@ -129,13 +129,13 @@ async def test_what_was_begun_early_is_stopped_when_the_run_is():
     stopped: list[str] = []
 
     class Endless(FakePool):
-        async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
-            if order.phase == "step-00000":
+        async def collect(self, plan: RolloutPlan, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+            if plan.phase == "step-00000":
                 return ()
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                stopped.append(order.phase)
+                stopped.append(plan.phase)
                 raise
             return ()
 

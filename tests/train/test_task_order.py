@@ -16,7 +16,7 @@ from processes import wait_until_gone
 
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.folder import load_tasks

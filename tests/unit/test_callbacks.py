@@ -15,7 +15,7 @@ from dockyard.callbacks import RunCallbacks, load_callbacks
 from dockyard.cli import main
 from dockyard.config import RolloutConfig, RunConfig
 from dockyard.errors import DockyardError, StopRun, UsageError
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import EVAL_BEFORE, RunDir, step_phase
 from dockyard.types import Rollout, Task
@@ -72,8 +72,8 @@ def calls() -> list[list[Any]]:
     return found
 
 
-def order(phase: str, tasks: list[Task] = TASKS) -> Order:
-    return Order(phase=phase, tasks=tasks, group_size=2, temperature=1.0, seed=0, stream=phase)
+def plan(phase: str, tasks: list[Task] = TASKS) -> RolloutPlan:
+    return RolloutPlan(phase=phase, tasks=tasks, group_size=2, temperature=1.0, seed=0, stream=phase)
 
 
 class FakeRunner:
@@ -107,7 +107,7 @@ async def test_each_rollout_is_reported_once_a_group_after_its_rollouts_and_the_
     callbacks = loaded(ALL)
     pool = pool_of(callbacks)
     callbacks.start(0)
-    await pool.collect(order(step_phase(0)), lambda _: None)
+    await pool.collect(plan(step_phase(0)), lambda _: None)
     callbacks.after_step(0, {"reward/mean": 0.5})
     *before, last = calls()
     assert last == ["step", 0, {"reward/mean": 0.5}]
@@ -122,18 +122,18 @@ async def test_rollouts_that_finish_early_are_reported_with_their_own_step(pool_
     callbacks = loaded(ALL)
     pool = pool_of(callbacks)
     callbacks.start(0)
-    await pool.collect(order(step_phase(1), TASKS[:1]), lambda _: None)
+    await pool.collect(plan(step_phase(1), TASKS[:1]), lambda _: None)
     assert calls() == []
     callbacks.after_step(0, {})
     assert [call[0] for call in calls()] == ["step", "rollout", "rollout", "group"]
-    await pool.collect(order(step_phase(1), TASKS[:1]).further(0), lambda _: None)
+    await pool.collect(plan(step_phase(1), TASKS[:1]).further(0), lambda _: None)
     callbacks.after_step(1, {})
     assert calls() == [["step", 1, {}]]
 
 
 async def test_an_evaluation_is_reported_with_its_step_and_its_rollouts_are_not(pool_of: PoolOf):
     callbacks = loaded(ALL)
-    await pool_of(callbacks).collect(order(EVAL_BEFORE), lambda _: None)
+    await pool_of(callbacks).collect(plan(EVAL_BEFORE), lambda _: None)
     callbacks.evaluated(EVAL_BEFORE, 0, {"reward": 0.5})
     assert calls() == []
     callbacks.after_step(0, {})
@@ -143,15 +143,15 @@ async def test_an_evaluation_is_reported_with_its_step_and_its_rollouts_are_not(
 
 async def test_a_resumed_run_repeats_no_call(pool_of: PoolOf):
     first = loaded(ALL)
-    await pool_of(first).collect(order(step_phase(0), TASKS[:1]), lambda _: None)
-    await pool_of(first).collect(order(EVAL_BEFORE), lambda _: None)
+    await pool_of(first).collect(plan(step_phase(0), TASKS[:1]), lambda _: None)
+    await pool_of(first).collect(plan(EVAL_BEFORE), lambda _: None)
     assert len(calls()) == 3
     again = loaded(ALL, last_recorded=0)
     pool = pool_of(again)
-    await pool.collect(order(EVAL_BEFORE), lambda _: None)
+    await pool.collect(plan(EVAL_BEFORE), lambda _: None)
     again.evaluated(EVAL_BEFORE, 0, {"reward": 0.5})
     again.report_evaluations()
-    await pool.collect(order(step_phase(0)), lambda _: None)
+    await pool.collect(plan(step_phase(0)), lambda _: None)
     again.after_step(0, {})
     again.after_step(1, {})
     assert calls() == [
@@ -164,7 +164,7 @@ async def test_a_resumed_run_repeats_no_call(pool_of: PoolOf):
 
 async def test_a_group_that_was_recorded_in_part_is_reported_when_it_is_complete(pool_of: PoolOf):
     pool = pool_of(loaded(ALL))
-    wanted = order(step_phase(0), TASKS[:1])
+    wanted = plan(step_phase(0), TASKS[:1])
     pool.run.write_rollout(wanted.phase, await FakeRunner().run(wanted.attempts()[1]))
     await pool.collect(wanted, lambda _: None)
     assert calls() == [["rollout", "t0", 0, 0.0], ["group", "t0", [0, 1], False]]
@@ -175,7 +175,7 @@ async def test_a_callback_stops_the_rollouts_of_a_step(pool_of: PoolOf):
         "import dockyard\nclass C:\n    def after_rollout(self, rollout):\n        raise dockyard.StopRun('enough')\n"
     )
     with pytest.raises(StopRun, match="enough"):
-        await pool_of(loaded(code)).collect(order(step_phase(0)), lambda _: None)
+        await pool_of(loaded(code)).collect(plan(step_phase(0)), lambda _: None)
 
 
 async def test_a_callback_that_fails_warns_once_is_still_called_and_is_counted(
@@ -192,7 +192,7 @@ class C:
         raise KeyError(step)
 """
     callbacks = loaded(code)
-    await pool_of(callbacks).collect(order(step_phase(0)), lambda _: None)
+    await pool_of(callbacks).collect(plan(step_phase(0)), lambda _: None)
     callbacks.after_step(0, {})
     assert len(calls()) == 4
     line = code.splitlines().index('            return json.loads("[")') + 1
@@ -210,7 +210,7 @@ class C:
 async def test_a_callback_that_says_so_stops_the_run_with_an_error(pool_of: PoolOf):
     code = "class C:\n    stop_on_error = True\n    def after_rollout(self, rollout):\n        1 / 0\n"
     with pytest.raises(DockyardError) as raised:
-        await pool_of(loaded(code)).collect(order(step_phase(0)), lambda _: None)
+        await pool_of(loaded(code)).collect(plan(step_phase(0)), lambda _: None)
     assert "`my_callbacks:C.after_rollout` failed: ZeroDivisionError: division by zero" in raised.value.message
     assert raised.value.message.endswith("my_callbacks.py`, line 4)")
     assert "`--resume`" in raised.value.hint

@@ -20,7 +20,7 @@ from dockyard.rl.functions import check_functions
 from dockyard.rl.pack import examples_of
 from dockyard.rl.reward import finished_rollout, open_shaping
 from dockyard.rl.statistics import rollout_metrics
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
 from dockyard.settings.load import load_run_config
 from dockyard.types import (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import pytest
 
 from dockyard.config import RolloutConfig
-from dockyard.rollout.order import Phase
+from dockyard.rollout.plan import Phase
 from dockyard.rollout.trial import Phases
 
 

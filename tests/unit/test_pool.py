@@ -9,13 +9,13 @@ import pytest
 from dockyard.config import RolloutConfig, RunConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout import pool as pool_module
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Blame, Failure, Rollout, Task
 
 TASKS = [Task(name=f"t{index}", path=Path(f"t{index}"), kind="") for index in range(3)]
-ORDER = Order(phase="step-00000", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="s")
+PLAN = RolloutPlan(phase="step-00000", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="s")
 
 
 def rollout_of(attempt: Attempt, reward: float | None, blame: Blame | None = None) -> Rollout:
@@ -64,17 +64,18 @@ def good(attempt: Attempt, _tries: int) -> Rollout:
 
 async def test_groups_come_in_order_however_their_rollouts_finish(run: RunDir):
     runner = FakeRunner(good)
-    groups = await pool_of(run, runner, concurrency=2).collect(ORDER, lambda _: None)
+    groups = await pool_of(run, runner, concurrency=2).collect(PLAN, lambda _: None)
     assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[0, 0.1], [1, 1.1], [2, 2.1]]
     assert runner.most_running == 2
 
 
 async def test_finished_rollouts_are_not_made_again(run: RunDir):
     await pool_of(run, FakeRunner(good)).collect(
-        Order(phase="step-00000", tasks=TASKS[:2], group_size=2, temperature=1.0, seed=0, stream="s"), lambda _: None
+        RolloutPlan(phase="step-00000", tasks=TASKS[:2], group_size=2, temperature=1.0, seed=0, stream="s"),
+        lambda _: None,
     )
     runner, seen = FakeRunner(good), []
-    groups = await pool_of(run, runner).collect(ORDER, seen.append)
+    groups = await pool_of(run, runner).collect(PLAN, seen.append)
     assert sorted(runner.made) == ["step-00000-002-00", "step-00000-002-01"]
     assert len(seen) == 6
     assert groups[0].rollouts[1].reward == pytest.approx(0.1)
@@ -87,7 +88,7 @@ async def test_infrastructure_failures_are_tried_again_and_the_policys_own_are_n
         return rollout_of(attempt, 0.0, Blame.POLICY if attempt.group == 1 else None)
 
     runner = FakeRunner(flaky)
-    groups = await pool_of(run, runner, retries=2).collect(ORDER, lambda _: None)
+    groups = await pool_of(run, runner, retries=2).collect(PLAN, lambda _: None)
     assert [runner.made.count(f"step-00000-{group:03}-00") for group in range(3)] == [3, 1, 1]
     assert all(rollout.reward == 0.0 for group in groups for rollout in group.rollouts)
 
@@ -97,7 +98,7 @@ async def test_a_rollout_that_stays_broken_is_lost_alone_and_recorded_as_such(ru
         lost = attempt.name == "step-00000-001-01"
         return rollout_of(attempt, None, Blame.INFRASTRUCTURE) if lost else rollout_of(attempt, 1.0)
 
-    groups = await pool_of(run, FakeRunner(one_lost), retries=0).collect(ORDER, lambda _: None)
+    groups = await pool_of(run, FakeRunner(one_lost), retries=0).collect(PLAN, lambda _: None)
     assert [rollout.reward for rollout in groups[1].rollouts] == [1.0, None]
     assert sum(item.rollout.reward is None for item in run.read_rollouts("step-00000")) == 1
 
@@ -107,23 +108,23 @@ async def test_a_step_that_loses_too_much_stops_the_run_and_would_be_tried_again
         return rollout_of(attempt, None, Blame.INFRASTRUCTURE) if attempt.group else rollout_of(attempt, 1.0)
 
     with pytest.raises(DockyardError, match=r"4 of 6 rollouts of step-00000 were lost .*environment_died 4x.*it broke"):
-        await pool_of(run, FakeRunner(mostly_lost), retries=0, max_lost_share=0.5).collect(ORDER, lambda _: None)
+        await pool_of(run, FakeRunner(mostly_lost), retries=0, max_lost_share=0.5).collect(PLAN, lambda _: None)
     runner = FakeRunner(good)
-    await pool_of(run, runner).collect(ORDER, lambda _: None)
+    await pool_of(run, runner).collect(PLAN, lambda _: None)
     assert len(runner.made) == 4
 
 
 def test_each_rollout_has_its_own_seed_and_phases_of_one_stream_share_them():
-    before = Order(phase="eval-before", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="eval")
-    after = Order(phase="eval-after", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="eval")
+    before = RolloutPlan(phase="eval-before", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="eval")
+    after = RolloutPlan(phase="eval-after", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="eval")
     seeds = [attempt.seed for attempt in before.attempts()]
     assert len(set(seeds)) == 6
     assert seeds == [attempt.seed for attempt in after.attempts()]
 
 
 async def test_a_run_whose_tasks_changed_is_not_continued(run: RunDir):
-    await pool_of(run, FakeRunner(good)).collect(ORDER, lambda _: None)
-    other = Order(phase="step-00000", tasks=TASKS[::-1], group_size=2, temperature=1.0, seed=0, stream="s")
+    await pool_of(run, FakeRunner(good)).collect(PLAN, lambda _: None)
+    other = RolloutPlan(phase="step-00000", tasks=TASKS[::-1], group_size=2, temperature=1.0, seed=0, stream="s")
     with pytest.raises(DockyardError, match="recorded `t[02]` in step-00000"):
         await pool_of(run, FakeRunner(good)).collect(other, lambda _: None)
 
@@ -140,7 +141,7 @@ async def test_what_is_finished_when_the_run_is_stopped_is_recorded(run: RunDir)
         return ""
 
     pool = RolloutPool(runner=FakeRunner(answer), run=run, config=RolloutConfig(), transcribe=slow)
-    collecting = asyncio.create_task(pool.collect(ORDER, lambda _: None))
+    collecting = asyncio.create_task(pool.collect(PLAN, lambda _: None))
     while len(finished) < 6:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0)
@@ -154,8 +155,8 @@ async def test_what_is_finished_when_the_run_is_stopped_is_recorded(run: RunDir)
 async def test_orders_at_the_same_time_share_the_slots(run: RunDir):
     runner = FakeRunner(good)
     pool = pool_of(run, runner, concurrency=3)
-    second = Order(phase="step-00001", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="s")
-    await asyncio.gather(pool.collect(ORDER, lambda _: None), pool.collect(second, lambda _: None))
+    second = RolloutPlan(phase="step-00001", tasks=TASKS, group_size=2, temperature=1.0, seed=0, stream="s")
+    await asyncio.gather(pool.collect(PLAN, lambda _: None), pool.collect(second, lambda _: None))
     assert runner.most_running == 3
     assert [name.startswith("step-00000") for name in runner.made] == [True] * 6 + [False] * 6
 
@@ -167,5 +168,5 @@ async def test_what_cannot_go_better_is_not_tried_again(run: RunDir):
 
     runner = FakeRunner(missing)
     with pytest.raises(DockyardError, match="agent_missing 6x"):
-        await pool_of(run, runner, retries=5).collect(ORDER, lambda _: None)
+        await pool_of(run, runner, retries=5).collect(PLAN, lambda _: None)
     assert len(runner.made) == 6

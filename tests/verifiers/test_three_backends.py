@@ -23,7 +23,7 @@ from vllm_generate_fake import generate_fake
 from dockyard.backends.slime import hooks
 from dockyard.collect.open import open_pool
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.run_dir.run import RunDir, step_phase
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Rollout
@@ -101,7 +101,7 @@ def settings(tmp_path: Path, model: Path) -> dict[str, Any]:
 
 async def by_our_pool(run: RunDir, engine: Recorder) -> Groups:
     config = run.config
-    order = Order(
+    plan = RolloutPlan(
         phase=step_phase(0),
         tasks=load_tasks(run.path.parent / "tasks"),
         group_size=GROUP_SIZE,
@@ -110,7 +110,7 @@ async def by_our_pool(run: RunDir, engine: Recorder) -> Groups:
         stream="a",
     )
     async with open_pool(config, run, engine, Renderer.load(Path(config.model.name), config.model.name)) as pool:
-        groups = await pool.collect(order, lambda _: None)
+        groups = await pool.collect(plan, lambda _: None)
     return {group.task: sorted(map(told, group.rollouts)) for group in groups}
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from dockyard import process
 from dockyard.collect.harbor_env_vars import harbor_environment
 from dockyard.collect.open import check_run, find_model_files
-from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in
+from dockyard.collect.run_plan import PreparedRollouts, gather, plan_of, rollouts_in
 from dockyard.config import Config, RunConfig
 from dockyard.errors import UsageError
 from dockyard.rollout.job import read_job
@@ -104,6 +104,6 @@ class HarborRolloutGenerator:
         prepared = PreparedRollouts(model=find_model_files(config))
         purpose = Purpose(verb="rollout", num_tasks=n_tasks, harbor_cli=self.config.harbor_cli)
         with RunDir.create(config.run_dir, config, purpose=purpose) as run:
-            order = order_of(config, ROLLOUTS, tasks, self.config.n_samples)
-            groups = await gather(run, prepared, order, title="rollouts", harbor_cli=self.config.harbor_cli)
+            plan = plan_of(config, ROLLOUTS, tasks, self.config.n_samples)
+            groups = await gather(run, prepared, plan, title="rollouts", harbor_cli=self.config.harbor_cli)
         return rollouts_in(groups)

@@ -26,10 +26,10 @@ from dockyard.collect.quality import (
     judge_oracle,
     judge_policy,
 )
-from dockyard.collect.run_order import PreparedRollouts, gather, order_of
+from dockyard.collect.run_plan import PreparedRollouts, gather, plan_of
 from dockyard.config import AgentConfig, GatewayConfig, RunConfig
 from dockyard.errors import DockyardError
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.rollout.pool import Runner
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.durable import disk_errors, whole_folder, write_atomically
@@ -178,7 +178,7 @@ async def _check(
     good = [task for task in candidates.tasks if reports[task.name].ok]
     if not prepared or not good:
         return reports
-    groups = await gather(run, prepared, order_of(run.config, EVAL, good, difficulty), title="policy")
+    groups = await gather(run, prepared, plan_of(run.config, EVAL, good, difficulty), title="policy")
     return reports | {group.task: judge_policy(reports[group.task], group.rollouts) for group in groups}
 
 
@@ -186,9 +186,9 @@ async def _run_judges(run: RunDir, candidates: Candidates) -> dict[str, TaskRepo
     """Attempt each task with both agents."""
     # Once the policy has records, lost attempts are not repeated: the records are of the tasks that were good then.
     retry_lost = not run.paths.rollouts_of(EVAL).exists()
-    order = order_of(run.config, ROLLOUTS, candidates.tasks, len(_AGENTS), retry_lost=retry_lost)
-    groups = await _judge_attempts(run, order) if order.tasks else ()
-    trials = [run.paths.trials / attempt.name for attempt in order.attempts()]
+    plan = plan_of(run.config, ROLLOUTS, candidates.tasks, len(_AGENTS), retry_lost=retry_lost)
+    groups = await _judge_attempts(run, plan) if plan.tasks else ()
+    trials = [run.paths.trials / attempt.name for attempt in plan.attempts()]
     reports = dict(candidates.reports)
     for index, group in enumerate(groups):
         report, (oracle, nop) = reports[group.task], group.rollouts
@@ -197,13 +197,13 @@ async def _run_judges(run: RunDir, candidates: Candidates) -> dict[str, TaskRepo
     return reports
 
 
-async def _judge_attempts(run: RunDir, order: Order) -> tuple[Group, ...]:
+async def _judge_attempts(run: RunDir, plan: RolloutPlan) -> tuple[Group, ...]:
     config = _without_policy(run.config)
-    with RolloutProgress("oracle and nop", len(order.tasks) * order.group_size) as progress:
+    with RolloutProgress("oracle and nop", len(plan.tasks) * plan.group_size) as progress:
         async with open_pool(config, run, NoModel(), None, progress.phases) as pool:
             assert isinstance(pool.runner, TrialRunner)
             judges = _Judges(tuple(replace(pool.runner, agent=AgentConfig(name=name)) for name in _AGENTS))
-            return await replace(pool, runner=judges).collect(order, progress.finished)
+            return await replace(pool, runner=judges).collect(plan, progress.finished)
 
 
 def _without_policy(config: RunConfig) -> RunConfig:

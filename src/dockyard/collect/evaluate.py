@@ -8,7 +8,7 @@ from typing import Self
 from dockyard import process
 from dockyard.collect.passk import Score, Scores, score_numbers, score_rollouts
 from dockyard.collect.progress import aligned
-from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in, tasks_of
+from dockyard.collect.run_plan import PreparedRollouts, gather, plan_of, rollouts_in, tasks_of
 from dockyard.rollout.blame import causes_text, failure_counts
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import EVAL, RunDir
@@ -72,9 +72,9 @@ def evaluate(run: RunDir, prepared: PreparedRollouts, *, split: SplitName) -> Ev
     """Attempt the tasks and write the scores to the run folder. Seeds are those of evaluations during training."""
     config = run.config
     tasks, temperature = tasks_of(run, split), config.sampling.eval_temperature
-    order = order_of(config, EVAL, tasks, config.eval.samples, temperature=temperature)
+    plan = plan_of(config, EVAL, tasks, config.eval.samples, temperature=temperature)
     with closing(prepared.callbacks) as callbacks:
-        groups = process.run(gather(run, prepared, order, title=f"{split} tasks"))
+        groups = process.run(gather(run, prepared, plan, title=f"{split} tasks"))
         adapter = str(prepared.adapter) if prepared.adapter else None
         report = EvalReport.of(rollouts_in(groups), split=split, adapter=adapter, data=str(run.paths.rollouts_of(EVAL)))
         run.write_summary(asdict(report))

@@ -29,8 +29,8 @@ from dockyard.errors import UsageError
 from dockyard.gateway.sessions import Session
 from dockyard.rollout.agents.wiring import must_ask
 from dockyard.rollout.job import read_result
-from dockyard.rollout.order import Attempt
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.trial import TrialRunner
 from dockyard.types import Rollout
 

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dockyard.rollout.blame import causes_text
-from dockyard.rollout.order import Phase
+from dockyard.rollout.plan import Phase
 from dockyard.types import Rollout
 
 

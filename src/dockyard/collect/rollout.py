@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Self
 
 from dockyard import process
-from dockyard.collect.run_order import PreparedRollouts, gather, order_of, rollouts_in, tasks_of
+from dockyard.collect.run_plan import PreparedRollouts, gather, plan_of, rollouts_in, tasks_of
 from dockyard.rollout.blame import causes_text, failure_counts
 from dockyard.run_dir.run import ROLLOUTS, RunDir
 from dockyard.types import Rollout
@@ -78,9 +78,9 @@ def collect_rollouts(
     """Attempt the training tasks, or the first `num_tasks`, and write a summary to the run folder."""
     start = time.monotonic()
     tasks = tasks_of(run, "train")[:num_tasks]
-    order = order_of(run.config, ROLLOUTS, tasks, run.config.grpo.group_size)
+    plan = plan_of(run.config, ROLLOUTS, tasks, run.config.grpo.group_size)
     with closing(prepared.callbacks):
-        groups = process.run(gather(run, prepared, order, title="rollouts", harbor_cli=harbor_cli))
+        groups = process.run(gather(run, prepared, plan, title="rollouts", harbor_cli=harbor_cli))
     summary = RolloutSummary.of(
         rollouts_in(groups),
         data=run.paths.rollouts_of(ROLLOUTS),

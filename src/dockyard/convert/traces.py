@@ -24,7 +24,7 @@ from dockyard.convert.trace_text import HarborReader, NoConversationError, as_di
 from dockyard.errors import DockyardError
 from dockyard.rollout.blame import BY_NAME
 from dockyard.rollout.job import is_exception, rollout_of_exception
-from dockyard.rollout.order import Place
+from dockyard.rollout.plan import Place
 from dockyard.types import ASSISTANT, Blame, Failure, Json, Message, Rollout
 
 MAIN = "main"

@@ -18,7 +18,7 @@ from dockyard.errors import DockyardError
 from dockyard.extension import failed_call, load_function
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.splice import CallFormat
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.types import Exchange, IntArray, Json, Message, Rollout, Segment, ToolCall
 
 _CALL = "<tool_call>"

@@ -31,8 +31,8 @@ from dockyard.errors import DockyardError
 from dockyard.gateway.accounting import Recording
 from dockyard.gateway.token_tree import stitch_turns
 from dockyard.rollout.blame import BY_EXCEPTION
-from dockyard.rollout.order import Place
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
+from dockyard.rollout.plan import Place
 from dockyard.tasks.folder import load_tasks
 from dockyard.types import Blame, Failure, Rollout, Segment, Turn
 

@@ -11,7 +11,7 @@ from harbor.models.verifier.result import VerifierResult
 
 from dockyard.gateway.accounting import Recording
 from dockyard.rollout.blame import failure_of
-from dockyard.rollout.order import Place
+from dockyard.rollout.plan import Place
 from dockyard.types import Blame, Rollout
 
 

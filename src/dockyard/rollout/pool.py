@@ -10,7 +10,7 @@ from typing import Protocol
 from dockyard.config import RolloutConfig
 from dockyard.errors import DockyardError
 from dockyard.rollout.blame import is_worth_retrying
-from dockyard.rollout.order import Attempt, Order
+from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.run_dir.run import RunDir
 from dockyard.types import Group, Rollout
 
@@ -28,14 +28,14 @@ class Runner(Protocol):
 class Watch(Protocol):
     """Is called with each finished rollout and its place in the run. `made` is False if it was read from disk."""
 
-    def __call__(self, order: Order, attempt: Attempt, rollout: Rollout, /, *, made: bool) -> None: ...
+    def __call__(self, plan: RolloutPlan, attempt: Attempt, rollout: Rollout, /, *, made: bool) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutPool:
     """Makes rollouts with limited concurrency, retries infrastructure failures, and records everything.
 
-    Concurrent orders share the slots; the earlier order goes first.
+    Concurrent plans share the slots; the earlier plan goes first.
     """
 
     runner: Runner
@@ -44,52 +44,52 @@ class RolloutPool:
     transcribe: Callable[[Rollout], str]
     """Returns the rollout as readable text."""
     watch: Watch | None = None
-    """Called for each rollout of an order, in the thread of the event loop."""
+    """Called for each rollout of a plan, in the thread of the event loop."""
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.config.concurrency)
 
-    async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
+    async def collect(self, plan: RolloutPlan, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]:
         """Return the groups of this phase in the order of its tasks. Recorded rollouts are read from disk."""
-        done = self._recorded(order)
+        done = self._recorded(plan)
         loop = asyncio.get_running_loop()
 
         async def make(attempt: Attempt) -> None:
             rollout = await self.make(attempt)
             if rollout.reward is not None:
                 # Shielded: a run that is stopped now still records finished rollouts.
-                recording = loop.run_in_executor(None, self._finish, order, attempt, rollout)
+                recording = loop.run_in_executor(None, self._finish, plan, attempt, rollout)
                 rollout = await asyncio.shield(recording)
             done[attempt.group, attempt.index] = rollout
             on_finish(rollout)
             if self.watch:
-                self.watch(order, attempt, rollout, made=True)
+                self.watch(plan, attempt, rollout, made=True)
 
         try:
             async with asyncio.TaskGroup() as making:
-                for attempt in order.attempts():
+                for attempt in plan.attempts():
                     if (attempt.group, attempt.index) in done:
                         on_finish(done[attempt.group, attempt.index])
                         if self.watch:
-                            self.watch(order, attempt, done[attempt.group, attempt.index], made=False)
+                            self.watch(plan, attempt, done[attempt.group, attempt.index], made=False)
                     else:
                         making.create_task(make(attempt))
         except* DockyardError as errors:
             raise errors.exceptions[0] from None
-        rollouts = [done[attempt.group, attempt.index] for attempt in order.attempts()]
-        if order.first_group == 0:  # further groups may be too few for a meaningful share
-            self._check_losses(order.phase, rollouts)
-        for attempt, rollout in zip(order.attempts(), rollouts, strict=True):
+        rollouts = [done[attempt.group, attempt.index] for attempt in plan.attempts()]
+        if plan.first_group == 0:  # further groups may be too few for a meaningful share
+            self._check_losses(plan.phase, rollouts)
+        for attempt, rollout in zip(plan.attempts(), rollouts, strict=True):
             if rollout.reward is None:  # only now: a run that stops before this retries them when it is resumed
-                self._record(order.phase, attempt.group, rollout)
+                self._record(plan.phase, attempt.group, rollout)
         return tuple(
             Group(
                 task=task.name,
-                rollouts=tuple(rollouts[index * order.group_size :][: order.group_size]),
-                spare=order.first_group > 0,
+                rollouts=tuple(rollouts[index * plan.group_size :][: plan.group_size]),
+                spare=plan.first_group > 0,
             )
-            for index, task in enumerate(order.tasks)
+            for index, task in enumerate(plan.tasks)
         )
 
     async def make(self, attempt: Attempt) -> Rollout:
@@ -97,19 +97,19 @@ class RolloutPool:
         async with self._slots:
             return await self._persist(attempt)
 
-    def _recorded(self, order: Order) -> dict[tuple[int, int], Rollout]:
-        names = [task.name for task in (*order.tasks, *order.spare)]
+    def _recorded(self, plan: RolloutPlan) -> dict[tuple[int, int], Rollout]:
+        names = [task.name for task in (*plan.tasks, *plan.spare)]
         done: dict[tuple[int, int], Rollout] = {}
-        for item in self.run.read_rollouts(order.phase):
-            place = item.group - order.first_group
+        for item in self.run.read_rollouts(plan.phase):
+            place = item.group - plan.first_group
             if place < 0:
                 continue
             if place >= len(names) or item.rollout.task != names[place]:
                 raise DockyardError(
-                    f"the run recorded `{item.rollout.task}` in {order.phase}, where it would now attempt other tasks",
+                    f"the run recorded `{item.rollout.task}` in {plan.phase}, where it would now attempt other tasks",
                     hint="restore the tasks, or start another run",
                 )
-            if item.rollout.reward is not None or not order.retry_lost:
+            if item.rollout.reward is not None or not plan.retry_lost:
                 done[item.group, item.rollout.attempt] = item.rollout
         return done
 
@@ -125,10 +125,10 @@ class RolloutPool:
             wait_s *= 2
         return await self.runner.run(attempt)
 
-    def _finish(self, order: Order, attempt: Attempt, rollout: Rollout) -> Rollout:
-        """Shape the reward if the order says so, and record the rollout."""
-        finished = order.shape(attempt, rollout) if order.shape else rollout
-        self._record(order.phase, attempt.group, finished)
+    def _finish(self, plan: RolloutPlan, attempt: Attempt, rollout: Rollout) -> Rollout:
+        """Shape the reward if the plan says so, and record the rollout."""
+        finished = plan.shape(attempt, rollout) if plan.shape else rollout
+        self._record(plan.phase, attempt.group, finished)
         return finished
 
     def _record(self, phase: str, group: int, rollout: Rollout) -> None:

@@ -23,8 +23,8 @@ from dockyard.gateway.server import Gateway
 from dockyard.gateway.sessions import Sampling, Session
 from dockyard.rollout.agents.wiring import Endpoint, agent_config, must_ask
 from dockyard.rollout.environments import Site
-from dockyard.rollout.order import Attempt, Phase
 from dockyard.rollout.outcome import Outcome, outcome_of, rollout_of
+from dockyard.rollout.plan import Attempt, Phase
 from dockyard.rollout.verifier import VERIFIER
 from dockyard.types import Rollout, Task
 

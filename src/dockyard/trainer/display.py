@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dockyard.rollout.blame import causes_text
-from dockyard.rollout.order import Phase
+from dockyard.rollout.plan import Phase
 from dockyard.trainer.report import chart
 from dockyard.types import IntArray, Rollout, Task
 

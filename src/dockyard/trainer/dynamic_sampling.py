@@ -6,42 +6,42 @@ from typing import Protocol
 
 from dockyard.config import GRPOConfig
 from dockyard.rl.advantage import has_signal
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.types import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
 
 class Collector(Protocol):
-    """Makes the rollouts of an order. `RolloutPool` does."""
+    """Makes the rollouts of a plan. `RolloutPool` does."""
 
-    async def collect(self, order: Order, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]: ...
+    async def collect(self, plan: RolloutPlan, on_finish: Callable[[Rollout], None]) -> tuple[Group, ...]: ...
 
 
 async def collect_signal(
     pool: Collector,
-    order: Order,
+    plan: RolloutPlan,
     config: GRPOConfig,
     on_finish: Callable[[Rollout], None],
     on_further: Callable[[int], None],
 ) -> tuple[Group, ...]:
-    """Collect this order's groups, and groups of its spare tasks until as many have a signal as were ordered.
+    """Collect this plan's groups, and groups of its spare tasks until as many have a signal as the plan has tasks.
 
     Groups without a signal are returned as well, for the step's record. Rewards alone decide which tasks follow, so a
     resumed run reads the same groups. `on_further` is called with the number of additional rollouts.
     """
-    groups = await pool.collect(order, on_finish)
-    if not order.spare:
+    groups = await pool.collect(plan, on_finish)
+    if not plan.spare:
         return groups
-    wanted = len(order.tasks)
-    while order.spare and (missing := wanted - _num_with_signal(groups, config)):
-        order = order.further(missing)
-        on_further(len(order.tasks) * order.group_size)
-        groups += await pool.collect(order, on_finish)
+    wanted = len(plan.tasks)
+    while plan.spare and (missing := wanted - _num_with_signal(groups, config)):
+        plan = plan.further(missing)
+        on_further(len(plan.tasks) * plan.group_size)
+        groups += await pool.collect(plan, on_finish)
     found = _num_with_signal(groups, config)
     if found < wanted:
         message = "%s: %d of %d wanted groups have rewards that differ, after %d were made; the update uses those"
-        logger.warning(message, order.phase, found, wanted, len(groups))
+        logger.warning(message, plan.phase, found, wanted, len(groups))
     return groups
 
 

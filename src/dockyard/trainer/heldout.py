@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dockyard.callbacks import RunCallbacks
 from dockyard.collect.passk import Score, score_numbers, score_rollouts
 from dockyard.config import RunConfig
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.run_dir.run import EVAL_AFTER, EVAL_BEFORE, HeldoutScore, RunDir, eval_phase
 from dockyard.trainer.loop import Learner, TaskRollouts
 from dockyard.types import Task
@@ -68,7 +68,7 @@ class Heldout:
     async def _score(self, phase: str, title: str, *, version: int) -> Score | None:
         if not self.tasks or self.attempts is None:
             return None
-        order = Order(
+        plan = RolloutPlan(
             phase=phase,
             tasks=self.tasks,
             group_size=self.config.eval.samples,
@@ -76,7 +76,7 @@ class Heldout:
             seed=self.config.seed,
             stream="eval",
         )
-        groups = await self.attempts.gather(order, f"held-out tasks {title}")
+        groups = await self.attempts.gather(plan, f"held-out tasks {title}")
         scores = score_rollouts(rollout for group in groups for rollout in group.rollouts)
         if scores is None:
             return None

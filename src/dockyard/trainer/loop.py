@@ -13,7 +13,7 @@ from typing import Protocol
 from dockyard.config import GRPOConfig, RunConfig
 from dockyard.engine.protocol import Engine
 from dockyard.rl.reward import RewardShaping
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.run_dir.run import step_phase
 from dockyard.tasks.order import due, spare
 from dockyard.trainer.display import TrainingProgress
@@ -104,13 +104,13 @@ class TaskRollouts:
         last = min(step + self.config.rollout.max_staleness, self.config.steps - 1)
         for early in range(step, last + 1):
             if early not in self._begun:
-                self._begun[early] = _Collection(self.pool, self._order(early), self.config.grpo)
+                self._begun[early] = _Collection(self.pool, self._plan(early), self.config.grpo)
         collection = self._begun.pop(step)
         return await collection.shown(self.progress, f"step {step + 1} of {self.config.steps}")
 
-    async def gather(self, order: Order, title: str) -> tuple[Group, ...]:
+    async def gather(self, plan: RolloutPlan, title: str) -> tuple[Group, ...]:
         """Make the rollouts of any order, shown under this title."""
-        return await _Collection(self.pool, order, self.config.grpo).shown(self.progress, title)
+        return await _Collection(self.pool, plan, self.config.grpo).shown(self.progress, title)
 
     async def close(self) -> None:
         """Cancel rollouts that were started early and will not be used."""
@@ -129,9 +129,9 @@ class TaskRollouts:
         count = (grpo.max_tries - 1) * len(taken) if grpo.dynamic_sampling else 0
         return spare(self.tasks, step, count, self.config.seed, kind_of=lambda task: task.kind, taken=taken)
 
-    def _order(self, step: int) -> Order:
+    def _plan(self, step: int) -> RolloutPlan:
         tasks = self._due(step)
-        return Order(
+        return RolloutPlan(
             phase=step_phase(step),
             tasks=tasks,
             group_size=self.config.grpo.group_size,
@@ -144,17 +144,17 @@ class TaskRollouts:
 
 
 class _Collection:
-    """An order in progress. Rollouts that finish before it is shown are counted when it is."""
+    """A plan in progress. Rollouts that finish before it is shown are counted when it is."""
 
-    def __init__(self, pool: Collector, order: Order, grpo: GRPOConfig) -> None:
-        self._order = order
-        self._total = len(order.tasks) * order.group_size
+    def __init__(self, pool: Collector, plan: RolloutPlan, grpo: GRPOConfig) -> None:
+        self._plan = plan
+        self._total = len(plan.tasks) * plan.group_size
         self._finished: list[Rollout] = []
         self._progress: TrainingProgress | None = None
-        self.task = asyncio.create_task(collect_signal(pool, order, grpo, self._finish, self._extend))
+        self.task = asyncio.create_task(collect_signal(pool, plan, grpo, self._finish, self._extend))
 
     async def shown(self, progress: TrainingProgress, title: str) -> tuple[Group, ...]:
-        progress.begin(title, self._total, self._order.tasks, self._order.group_size)
+        progress.begin(title, self._total, self._plan.tasks, self._plan.group_size)
         for rollout in self._finished:
             progress.finished(rollout)
         self._progress = progress

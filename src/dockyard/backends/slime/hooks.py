@@ -37,7 +37,7 @@ from dockyard.backends.slime.samples import (
     train_output,
 )
 from dockyard.backends.slime.worker import RolloutWorker, WorkerKey, check_agreement, run_config, run_folder
-from dockyard.collect.run_order import rollouts_in
+from dockyard.collect.run_plan import rollouts_in
 from dockyard.convert.samples import SampleNumbers, SampleStatus
 from dockyard.errors import DockyardError, UsageError
 from dockyard.rl.advantage import std_advantage

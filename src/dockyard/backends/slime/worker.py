@@ -18,14 +18,14 @@ from dockyard.backends.launch import read_task_list
 from dockyard.backends.slime.samples import adapter_name
 from dockyard.collect.harbor_env_vars import hush
 from dockyard.collect.open import open_pool
-from dockyard.collect.run_order import order_of
+from dockyard.collect.run_plan import plan_of
 from dockyard.config import RunConfig
 from dockyard.engine.model_dir import find_model
 from dockyard.engine.open import open_router
 from dockyard.engine.remote_engine import ServedModel
 from dockyard.errors import DockyardError, UsageError
 from dockyard.gateway.render.renderer import Renderer
-from dockyard.rollout.order import Attempt, Order, rollout_seed
+from dockyard.rollout.plan import Attempt, RolloutPlan, rollout_seed
 from dockyard.rollout.pool import RolloutPool
 from dockyard.run_dir.run import EVAL, ROLLOUTS, RunDir, RunPaths, eval_phase, step_phase
 from dockyard.settings.load import load_run_config
@@ -121,7 +121,7 @@ class RolloutWorker:
     def evaluate(self, rollout_id: int) -> tuple[Group, ...]:
         """Attempt the held-out tasks. SLiME gives the evaluations before and after the first step the same number."""
         num_updates = rollout_id + 1 if self._is_training else rollout_id
-        return self._submit(self._pool.collect(self._eval_order(num_updates), _show_nothing)).result()
+        return self._submit(self._pool.collect(self._eval_plan(num_updates), _show_nothing)).result()
 
     async def attempt(self, task: str, group: int, index: int, *, evaluation: bool) -> Rollout:
         """Make one rollout, from any event loop. Cancelling this cancels the rollout."""
@@ -174,7 +174,7 @@ class RolloutWorker:
         self._is_training = True
         for early in [step, *range(step + 1, min(step + ahead + 1, self._key.num_steps))]:
             if early not in self._started:
-                self._started[early] = self._start(self._pool.collect(self._order(early), _show_nothing))
+                self._started[early] = self._start(self._pool.collect(self._plan(early), _show_nothing))
         return await self._started.pop(step)
 
     async def _attempt(self, task: str, group: int, index: int, evaluation: bool) -> Rollout:
@@ -193,7 +193,7 @@ class RolloutWorker:
         await asyncio.to_thread(self.run.write_rollout, phase, rollout, group=group, transcript=transcript)
         return rollout
 
-    def _order(self, step: int) -> Order:
+    def _plan(self, step: int) -> RolloutPlan:
         config = self.config
         tasks = due(
             self._tasks.train,
@@ -203,14 +203,14 @@ class RolloutWorker:
             kind_of=lambda task: task.kind,
             by_pass=config.counts_passes,
         )
-        return order_of(config, step_phase(step), tasks, config.grpo.group_size, retry_lost=False)
+        return plan_of(config, step_phase(step), tasks, config.grpo.group_size, retry_lost=False)
 
-    def _eval_order(self, num_updates: int) -> Order:
+    def _eval_plan(self, num_updates: int) -> RolloutPlan:
         if not self._tasks.heldout:
             hint = "set `--tasks.heldout DIR`, or remove `--eval-interval`, without which SLiME does not evaluate"
             raise DockyardError("the run has no held-out tasks to evaluate", hint=hint)
         phase, temperature = eval_phase(num_updates), self.config.sampling.eval_temperature
-        return order_of(self.config, phase, self._tasks.heldout, self.config.eval.samples, temperature=temperature)
+        return plan_of(self.config, phase, self._tasks.heldout, self.config.eval.samples, temperature=temperature)
 
     def _task_named(self, name: str) -> Task:
         tasks = [*self._tasks.train, *self._tasks.heldout]

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from dockyard.rollout.order import Attempt
+from dockyard.rollout.plan import Attempt
 from dockyard.rollout.trial import TrialRunner
 from dockyard.types import Task
 

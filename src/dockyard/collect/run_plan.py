@@ -14,7 +14,7 @@ from dockyard.collect.progress import RolloutProgress
 from dockyard.collect.task_sets import check_tasks, task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import UsageError
-from dockyard.rollout.order import Order
+from dockyard.rollout.plan import RolloutPlan
 from dockyard.rollout.trial import TrialRunner
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import RunDir
@@ -50,7 +50,7 @@ def tasks_of(run: RunDir, split: SplitName) -> list[Task]:
     return sets.train if split == "train" else sets.heldout
 
 
-def order_of(
+def plan_of(
     config: RunConfig,
     phase: str,
     tasks: Sequence[Task],
@@ -58,9 +58,9 @@ def order_of(
     *,
     temperature: float | None = None,
     retry_lost: bool = True,
-) -> Order:
-    """Return the order of a phase whose seeds depend on its name. The default temperature is that of training."""
-    return Order(
+) -> RolloutPlan:
+    """Return the plan of a phase whose seeds depend on its name. The default temperature is that of training."""
+    return RolloutPlan(
         phase=phase,
         tasks=tasks,
         group_size=group_size,
@@ -72,10 +72,10 @@ def order_of(
 
 
 async def gather(
-    run: RunDir, prepared: PreparedRollouts, order: Order, *, title: str, harbor_cli: bool = False
+    run: RunDir, prepared: PreparedRollouts, plan: RolloutPlan, *, title: str, harbor_cli: bool = False
 ) -> tuple[Group, ...]:
-    """Make the rollouts of an order, and read those that are already recorded."""
-    with RolloutProgress(title, len(order.tasks) * order.group_size) as progress:
+    """Make the rollouts of a plan, and read those that are already recorded."""
+    with RolloutProgress(title, len(plan.tasks) * plan.group_size) as progress:
         async with (
             open_source(run.config, prepared.model, prepared.adapter, log=run.paths.engine_log) as source,
             open_pool(run.config, run, source.engine, source.renderer, progress.phases, prepared.callbacks) as pool,
@@ -83,7 +83,7 @@ async def gather(
             if harbor_cli:
                 assert isinstance(pool.runner, TrialRunner)
                 pool = replace(pool, runner=HarborCliRunner(common=pool.runner))
-            return await pool.collect(order, progress.finished)
+            return await pool.collect(plan, progress.finished)
 
 
 def rollouts_in(groups: Sequence[Group]) -> list[Rollout]:

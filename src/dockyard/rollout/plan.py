@@ -1,4 +1,4 @@
-"""The rollouts to make: `Order`, its `Attempt`s, and the phases of each. Imports no Harbor."""
+"""The rollouts to make: `RolloutPlan`, its `Attempt`s, and the phases of each. Imports no Harbor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RolloutPlan:
     """The rollouts of one phase of a run: `group_size` of each task."""
 
     phase: str
@@ -63,7 +63,7 @@ class Order:
     spare: Sequence[Task] = ()
     """The tasks that `further` continues with, in this order."""
     first_group: int = 0
-    """The number of the phase's groups before this order."""
+    """The number of the phase's groups before this plan."""
     shape: Callable[[Attempt, Rollout], Rollout] | None = None
     """Adds the shaped reward to a rollout that has a reward, before it is recorded."""
 
