@@ -72,7 +72,7 @@ async def test_a_dockerfile_that_does_not_build_says_why_and_is_tried_three_time
 async def test_an_image_that_cannot_be_had_is_named(tmp_path: Path):
     environment = make(tmp_path)
     environment.task_env_config.docker_image = "127.0.0.1:1/nobody/has-this:1"
-    with pytest.raises(ImageMissingError, match="`127.0.0.1:1/nobody/has-this:1` is not here"):
+    with pytest.raises(ImageMissingError, match="`127.0.0.1:1/nobody/has-this:1` does not exist locally"):
         await environment.start(force_build=False)
     await environment.stop(delete=True)
 

@@ -73,6 +73,6 @@ async def test_the_run_decides_about_the_network_of_a_task_that_has_other_wishes
 @pytest.mark.parametrize("network", ["none", "gateway"])
 async def test_networks_of_a_compose_file_are_not_pretended_to_be_closed(tmp_path: Path, network: str):
     environment = make(tmp_path, files={"docker-compose.yaml": COMPOSE}, network=network, network_name="any")
-    with pytest.raises(SandboxBuildFailedError, match=f"`environment.network = {network}` cannot close"):
+    with pytest.raises(SandboxBuildFailedError, match=f"`environment.network = {network}` cannot restrict"):
         await environment.start(force_build=False)
     await environment.stop(delete=True)

@@ -75,8 +75,8 @@ def test_settings_beside_a_runs_own_are_refused(tmp_path: Path):
     ("harness", "why"),
     [
         ({"agent": "termnius-2"}, "`termnius-2`, which is not an agent"),
-        ({"environment_type": "doker"}, "no environment"),
-        ({"environment_kwargs": {"nettwork": True}}, "no option of"),
+        ({"environment_type": "doker"}, "which is not an environment"),
+        ({"environment_kwargs": {"nettwork": True}}, "is not an option of"),
     ],
 )
 def test_an_agent_or_environment_that_cannot_run_is_refused_when_the_server_starts(harness: dict[str, Any], why: str):
