@@ -1,5 +1,7 @@
 """Attention put together from blocks against one softmax over everything that a token sees."""
 
+import threading
+
 import pytest
 import torch
 from packed_rows import random_row, row_of
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from dockyard.rl.pack import PackedRow
 from dockyard.trainer import kernels
-from dockyard.trainer.attention import PrefixKV, RowLayout, blocks_of, row_attention
+from dockyard.trainer.attention import PrefixKV, RowLayout, blocks_of, open_prefix, row_attention, watched
 from dockyard.trainer.kernels import rounded_up
 
 HEADS, GROUPS, DIM = 6, 2, 8
@@ -90,3 +92,34 @@ def test_what_rows_ask_of_a_prefix_is_summed_in_float32():
     for value in [256.0, *[1.0] * 100]:  # from 256 on bfloat16 knows even numbers only
         prefix.add_grads(0, *(torch.full((1, 1, 1), value, dtype=torch.bfloat16) for _ in "kv"))
     assert [total.item() for total in prefix.take_grads(0)] == [356.0, 356.0]
+
+
+def test_one_thread_at_a_time_watches_what_is_attended_to():
+    inside = threading.Event()
+
+    def watch() -> None:
+        with watched():
+            inside.set()
+
+    with watched():
+        other = threading.Thread(target=watch)
+        other.start()
+        assert not inside.wait(0.2)
+    assert inside.wait(10)
+    other.join()
+
+
+def test_prefixes_of_several_threads_have_numbers_of_their_own():
+    numbers: list[int] = []
+
+    def open_many() -> None:
+        for _ in range(2000):
+            with open_prefix(1) as prefix:
+                numbers.append(prefix.number)
+
+    threads = [threading.Thread(target=open_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(numbers) == len(set(numbers)) == 8000

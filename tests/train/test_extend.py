@@ -216,6 +216,10 @@ def a_batch() -> Batch:
         ("Loss(total=batch.logprobs_N.sum(), clipped_N=x[:2], kl_N=x)", r"`clipped_N` has the shape \(2,\) instead of"),
         ("Loss(total=batch.logprobs_N.sum(), clipped_N=x, kl_N=x.sum())", r"`kl_N` has the shape \(\) instead of"),
         ("Loss(total=batch.logprobs_N.detach().sum(), clipped_N=x, kl_N=x)", "whose `total` has no gradient"),
+        (
+            "Loss(total=x.clone().requires_grad_().sum(), clipped_N=x, kl_N=x)",
+            "whose `total` does not depend on `batch.logprobs_N`",
+        ),
     ],
 )
 def test_a_result_that_is_no_loss_is_an_error_that_names_the_function(here: Path, result: str, says: str):

@@ -149,14 +149,20 @@ def test_a_copy_of_a_built_in_advantage_gives_its_numbers(here: Path):
     assert [item.advantage for item in mine] == pytest.approx(ADVANTAGES["std"]([0.0, 0.5, 2.0], ()))
 
 
-@pytest.mark.parametrize("result", ["[1.0]", "3", "None", "['a', 'b']", "[1.0, float('nan')]", "[1.0, float('inf')]"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        *("[1.0]", "3", "None", "['a', 'b']", "[1.0, float('nan')]", "[1.0, float('inf')]"),
+        *("{0: 0.5, 1: 0.5}", "{1.0, 2.0}", "'12'", "['1', '2']"),  # `float` would read each of them
+    ],
+)
 def test_advantages_that_cannot_be_used_stop_the_run(here: Path, result: str):
     write(here, f"def advantage(rewards, rollouts): return {result}")
     with pytest.raises(
         DockyardError, match="`my_functions:advantage`, which returned `.*` for a group of task `t`"
     ) as e:
         scored(group_of(0.0, 1.0), GRPOConfig(advantage="my_functions:advantage"))
-    assert e.value.hint == "it must return 2 finite numbers, one for each rollout of the group"
+    assert e.value.hint == "it must return a list of 2 finite numbers, one for each rollout of the group"
 
 
 def test_an_advantage_function_that_raises_is_named_with_the_line(here: Path):
@@ -240,7 +246,7 @@ def test_files_outside_of_the_verifiers_folder_are_not_read(here: Path):
     assert finished.verifier_text("missing") == finished.verifier_text("") == ""
 
 
-@pytest.mark.parametrize("result", ["None", "'much'", "float('nan')", "-float('inf')", "[1.0]"])
+@pytest.mark.parametrize("result", ["None", "'much'", "'1.5'", "float('nan')", "-float('inf')", "[1.0]"])
 def test_a_reward_that_is_no_number_stops_the_run(here: Path, result: str):
     with pytest.raises(DockyardError) as error:
         shaped_by(f"def reward(rollout): return {result}", here, rollout_of(1.0))

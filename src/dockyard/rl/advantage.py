@@ -5,7 +5,7 @@ An advantage function takes the rewards of a group and its rollouts, in the same
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +96,22 @@ def _advantages(rewards: list[float], rollouts: list[Rollout], task: str, config
 def _checked(result: Any, count: int, task: str, reference: str) -> list[float]:
     """The result of a user's function as numbers. Anything but `count` finite numbers is an error."""
     try:
-        values = [float(value) for value in result]
+        values = None if isinstance(result, str | Mapping | Set) else [as_number(value) for value in result]
     except (TypeError, ValueError):
         values = None
     if values is None or len(values) != count or not all(map(math.isfinite, values)):
         raise DockyardError(
             f"`grpo.advantage` is `{reference}`, which returned `{result!r}` for a group of task `{task}`",
-            hint=f"it must return {count} finite numbers, one for each rollout of the group",
+            hint=f"it must return a list of {count} finite numbers, one for each rollout of the group",
         )
     return values
+
+
+def as_number(value: Any) -> float:
+    """The number that a user's function returned. Text raises TypeError, although `float` would read it."""
+    if isinstance(value, str):
+        raise TypeError
+    return float(value)
 
 
 def _differences(rewards: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:

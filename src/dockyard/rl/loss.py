@@ -80,7 +80,7 @@ def load_loss(config: GRPOConfig) -> LossFunction:
         except Exception as error:  # the function is the user's
             about = f"a batch of {len(batch.logprobs_N)} tokens"
             raise failed_call(error, reference, "grpo.loss", about) from error
-        if problem := _loss_problem(loss, len(batch.logprobs_N)):
+        if problem := _loss_problem(loss, batch.logprobs_N):
             raise DockyardError(
                 f"`grpo.loss` is `{reference}`, which returned {problem}",
                 hint="see `Loss` in `dockyard.rl.loss`: a scalar `total` that depends on `batch.logprobs_N`, and "
@@ -91,18 +91,20 @@ def load_loss(config: GRPOConfig) -> LossFunction:
     return checked_loss
 
 
-def _loss_problem(loss: Any, num_tokens: int) -> str | None:
+def _loss_problem(loss: Any, logprobs_N: Tensor) -> str | None:
     """What is wrong with the result of a user's function; None if it can be used."""
     if not isinstance(loss, Loss):
         return f"`{loss!r}`, which is not a `Loss`"
     for name, value in {"total": loss.total, "clipped_N": loss.clipped_N, "kl_N": loss.kl_N}.items():
         if not isinstance(value, Tensor):
             return f"a `Loss` whose `{name}` is `{value!r}`, not a tensor"
-        expected = () if name == "total" else (num_tokens,)
+        expected = () if name == "total" else tuple(logprobs_N.shape)
         if tuple(value.shape) != expected:
             return f"a `Loss` whose `{name}` has the shape {tuple(value.shape)} instead of {expected}"
     if not loss.total.requires_grad:
         return "a `Loss` whose `total` has no gradient"
+    if torch.autograd.grad(loss.total, logprobs_N, retain_graph=True, allow_unused=True)[0] is None:
+        return "a `Loss` whose `total` does not depend on `batch.logprobs_N`"
     return None
 
 

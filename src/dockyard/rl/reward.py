@@ -18,6 +18,7 @@ from dockyard.errors import DockyardError
 from dockyard.extension import failed_call, load_function
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.splice import CallFormat
+from dockyard.rl.advantage import as_number
 from dockyard.rollout.plan import Attempt
 from dockyard.types import Exchange, IntArray, Json, Message, Rollout, Segment, ToolCall
 
@@ -100,7 +101,7 @@ class RewardShaping:
         except Exception as error:  # the function is the user's
             raise failed_call(error, self.reference, "grpo.reward", about) from error
         try:
-            value = float(result)
+            value = as_number(result)
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):

@@ -28,6 +28,8 @@ The compiler specialises on numbers but not on the contents of tensors, so every
 to know arrives in two small integer tensors on the CPU: `row_blocks` and `row_call` (see `RowLayout`).
 """
 
+import itertools
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,22 +99,29 @@ class PrefixKV:
         return self._grads.pop(layer)
 
 
+_NO_PREFIX = 0
+
+
 class _Context:
-    """What calls of attention share: prefixes that are in use, by number, and whether calls are being watched."""
+    """What calls of attention share: prefixes that are in use, by number, and whether calls are being watched.
+
+    Several policies may be trained in one process, each in its own thread: numbers are unique, and one thread watches
+    at a time.
+    """
 
     def __init__(self) -> None:
         self.prefixes: dict[int, PrefixKV] = {}
-        self.num_prefixes = 0
         self.watched: list[bool] | None = None
+        self.watching = threading.Lock()
+        self._numbers = itertools.count(_NO_PREFIX + 1)
 
     def new_prefix(self, num_tokens: int) -> PrefixKV:
-        self.num_prefixes += 1
-        prefix = self.prefixes[self.num_prefixes] = PrefixKV(num_tokens, self.num_prefixes)
+        number = next(self._numbers)
+        prefix = self.prefixes[number] = PrefixKV(num_tokens, number)
         return prefix
 
 
 _CONTEXT = _Context()
-_NO_PREFIX = 0
 
 
 @contextmanager
@@ -320,11 +329,12 @@ def _for_transformers(
 @contextmanager
 def watched() -> Generator[list[bool]]:
     """Collect, for each call of attention in this block, whether it got the row's layout and nothing it ignores."""
-    _CONTEXT.watched = found = list[bool]()
-    try:
-        yield found
-    finally:
-        _CONTEXT.watched = None
+    with _CONTEXT.watching:
+        _CONTEXT.watched = found = list[bool]()
+        try:
+            yield found
+        finally:
+            _CONTEXT.watched = None
 
 
 def wide(x: Tensor) -> Tensor:
