@@ -32,7 +32,7 @@ ENGINE = rf"^(transformers|vllm|sglang|openai|{REFERENCE})$"
 FUNCTION = rf"^{REFERENCE}$"
 ADVANTAGE = rf"^(std|mean|leave_one_out|{REFERENCE})$"
 TASK_SOURCES = ("folder", "demo", "trail", "harbor", "swebench", "c2bug", "recorded")
-"""The values of `tasks.source` that are not a reference to a class of the user's."""
+"""The values of `tasks.source` that are not a reference to a user-defined class."""
 SOURCE = rf"^({'|'.join(TASK_SOURCES)}|{REFERENCE})$"
 
 
@@ -103,13 +103,13 @@ class TasksConfig(Config):
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are tasks to evaluate on. A source of the user's may have some, which is known later."""
+        """Whether there are tasks to evaluate on. A user-defined source may have some, which is known later."""
         has_own = self.source in ("demo", "trail") or self.is_custom
         return has_own or self.heldout is not None or self.heldout_share > 0
 
     @property
     def is_custom(self) -> bool:
-        """Whether `source` names a class of the user's."""
+        """Whether `source` names a user-defined class."""
         return ":" in self.source
 
 
@@ -205,7 +205,7 @@ class EngineConfig(Config):
 
     @property
     def is_custom(self) -> bool:
-        """Whether `type` names a class of the user's."""
+        """Whether `type` names a user-defined class."""
         return ":" in self.type
 
     @property

@@ -222,7 +222,7 @@ def test_wrong_tasks_are_named(body: str, message: str):
             ["--tasks.source=demoo"],
             "it must be `folder`, `demo`, `trail`, `harbor`, `swebench`, `c2bug`, `recorded`, or `module:Class`",
         ),
-        (["--tasks.source=demo", "--tasks.order=shuffle"], "it must be `module:name`, a function of yours"),
+        (["--tasks.source=demo", "--tasks.order=shuffle"], "it must be `module:name`, your own function"),
     ],
 )
 def test_settings_that_it_does_not_read_are_refused(words: list[str], message: str):

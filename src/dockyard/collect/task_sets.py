@@ -34,7 +34,7 @@ def check_tasks(config: RunConfig) -> None:
 
 
 def check_task_extensions(tasks: TasksConfig) -> None:
-    """Load the source and the order of the user's that the settings name, and check their signatures."""
+    """Load the user-defined source and order that the settings name, and check their signatures."""
     if tasks.is_custom:
         find_source(tasks.source).check(tasks)
     if tasks.order:

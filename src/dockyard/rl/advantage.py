@@ -1,7 +1,7 @@
 """Group-relative advantages: each rollout is compared with the others of its task, not with a learned critic.
 
 An advantage function takes the rewards of a group and its rollouts, in the same order, and returns one number for each.
-`grpo.advantage` selects one of `ADVANTAGES` or names a function of the user's with the same signature.
+`grpo.advantage` selects one of `ADVANTAGES` or names a user-defined function with the same signature.
 """
 
 import math

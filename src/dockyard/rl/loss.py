@@ -1,6 +1,6 @@
 """The loss of trained tokens as a pure function of their logprobs: clipped policy gradient, correction, KL penalty.
 
-`grpo.loss` names a function of the user's that takes the place of `batch_loss`, with the same signature. "Sequence"
+`grpo.loss` names a user-defined function that takes the place of `batch_loss`, with the same signature. "Sequence"
 means the trained tokens of one segment.
 """
 

@@ -36,7 +36,7 @@ class FinishedRollout:
     attempt: int
     """The index of the rollout in its group, from 0."""
     reward: float
-    """What Harbor's verifier said; 0 if the policy prevented that it was graded."""
+    """The verifier's reward; 0 if the policy prevented grading."""
     failure: str | None
     """The cause of a failure that the policy can have caused, e.g. `agent_timeout`; None if there was none."""
     cut_short: bool
@@ -79,7 +79,7 @@ def verified_reward(rollout: FinishedRollout) -> float:
 
 
 def load_reward(config: GRPOConfig) -> RewardFunction | None:
-    """The function that `grpo.reward` names, if it does. A wrong reference or signature is a UsageError."""
+    """The function that `grpo.reward` names; None if it is not set. A wrong reference or signature is a UsageError."""
     return load_function(config.reward, "grpo.reward", verified_reward) if config.reward else None
 
 

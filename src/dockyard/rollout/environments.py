@@ -57,7 +57,7 @@ _CREDENTIALS = {
 _TERMINAL_AGENTS = ("terminus", "terminus-1", "terminus-2")
 _NETWORK_NOTES = {"daytona": "; Daytona's lower tiers let sandboxes reach a list of known services only"}
 _HOW_TO_REACH = (
-    "`--gateway.public_url URL` with a tunnel of yours to `--gateway.port N`, "
+    "`--gateway.public_url URL` with your own tunnel to `--gateway.port N`, "
     "or `--gateway.tunnel 'cloudflared tunnel --url http://localhost:{port}'`"
 )
 

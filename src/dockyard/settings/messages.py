@@ -27,10 +27,10 @@ _ABOUT_TYPE = ("_type", "_parsing", "_parsing_size", "_from_float")
 _ABOUT_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _PATTERNS = {
     HTTP_URL: "a URL that begins with http:// or https:// and holds no spaces and no credentials",
-    ENGINE: "`transformers`, `vllm`, `sglang`, `openai`, or `module:Class`, a class of yours",
-    FUNCTION: "`module:name`, a function of yours",
-    SOURCE: f"{', '.join(f'`{name}`' for name in TASK_SOURCES)}, or `module:Class`, a class of yours",
-    ADVANTAGE: "`std`, `mean`, `leave_one_out`, or `module:name`, a function of yours",
+    ENGINE: "`transformers`, `vllm`, `sglang`, `openai`, or `module:Class`, your own class",
+    FUNCTION: "`module:name`, your own function",
+    SOURCE: f"{', '.join(f'`{name}`' for name in TASK_SOURCES)}, or `module:Class`, your own class",
+    ADVANTAGE: "`std`, `mean`, `leave_one_out`, or `module:name`, your own function",
 }
 
 

@@ -120,7 +120,7 @@ class CustomOrder:
         rng = random.Random(f"{config.seed}-order-{step}")
         try:
             chosen = self._function(tuple(self.tasks), history, config.grpo.tasks_per_step, rng)
-        except Exception as error:  # code of the user's
+        except Exception as error:  # user-defined code
             raise failed_call(error, self.reference, "tasks.order", f"step {step}") from error
         return self._checked(chosen, step, config.grpo.tasks_per_step)
 

@@ -87,7 +87,7 @@ SOURCES = {
 
 
 def find_source(name: str) -> TaskOpener:
-    """Return the source with this name, or the one for a class `module:Class` of the user's."""
+    """Return the source with this name, or the one for a user-defined class `module:Class`."""
     module, _, attribute = SOURCES.get(name, "dockyard.tasks.sources:CUSTOM").partition(":")
     return getattr(import_module(module), attribute)
 
@@ -223,7 +223,7 @@ def _provided_tasks(
             returned = provide(folder, request.seed)
     except DockyardError:
         raise
-    except Exception as error:  # code of the user's
+    except Exception as error:  # user-defined code
         message = failed_call(error, f"{source}.{side}", "tasks.source", "the tasks of this run").message
         raise DockyardError(message, hint="fix it, then start the run again") from error
     paths = [path.absolute() for path in _as_paths(returned, source, side)]

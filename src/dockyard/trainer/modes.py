@@ -85,7 +85,7 @@ class EmbeddedMode:
 
 @dataclass(frozen=True, slots=True)
 class ServedMode:
-    """An engine samples that has weights of its own: a vLLM or SGLang server, or a class of the user's.
+    """An engine samples that has weights of its own: a vLLM or SGLang server, or a user-defined class.
 
     It loads each version as a LoRA adapter.
     """

@@ -66,7 +66,7 @@ class Policy:
 
     def update(self, groups: Sequence[Group], num_steps: int) -> dict[str, float]:
         """Take one optimizer step on these groups. `num_steps` is the length of the learning rate schedule."""
-        # A loss of the user's may have a gradient where the advantage is 0.
+        # A user-defined loss may have a gradient where the advantage is 0.
         with_idle = self._grpo.kl_coef > 0 or self._grpo.loss is not None
         examples = examples_of(groups, self._grpo, with_idle=with_idle)
         trees = plant(examples, self._config.micro_batch_tokens)

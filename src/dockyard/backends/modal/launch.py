@@ -73,7 +73,7 @@ def train_on_modal(words: Sequence[str], name: str, *, resume: bool, gpu: str, s
 
 
 def _refuse_functions(words: Sequence[str]) -> None:
-    """Refuse functions of the user's, whose modules are on the caller's machine only."""
+    """Refuse user-defined functions, whose modules are on the caller's machine only."""
     for word in words:
         name, _, value = word.removeprefix("--").partition("=")
         if name in _FUNCTIONS and ":" in value:

@@ -187,7 +187,7 @@ def scored_groups(samples: Sequence[SlimeSample]) -> dict[int | None, dict[int, 
         if rewards.setdefault(rollout, reward) != reward:
             raise DockyardError(
                 f"the samples of rollout {rollout} have the rewards {rewards[rollout]} and {reward}",
-                hint="all samples of a rollout carry its reward; does a hook of yours change them?",
+                hint="all samples of a rollout carry its reward; does one of your hooks change them?",
             )
     return groups
 

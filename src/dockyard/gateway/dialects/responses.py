@@ -49,7 +49,7 @@ class WireTool(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTool:
-    """A tool as the agent knows it."""
+    """A tool that the agent offers to the model."""
 
     name: str
     namespace: str | None = None
