@@ -14,7 +14,7 @@ from dockyard.callbacks import RunCallbacks
 from dockyard.config import EngineConfig, ModelConfig, RunConfig
 from dockyard.engine.custom import check_engine
 from dockyard.engine.model_dir import find_model
-from dockyard.engine.open import EngineSpec, import_embedded, open_engine
+from dockyard.engine.open import EngineSpec, check_embedded, open_engine
 from dockyard.engine.openai import TextEndpoint
 from dockyard.engine.protocol import Engine
 from dockyard.errors import DockyardError, EngineError, UsageError
@@ -80,7 +80,7 @@ def find_files(model: ModelConfig, engine: EngineConfig) -> ModelFiles | None:
     Returns None for a model without a tokenizer here, which only an `openai` endpoint may serve: as text.
     """
     if engine.type == "transformers":
-        import_embedded()
+        check_embedded()
     try:
         folder = find_model(model.name, weights=engine.launch or not engine.is_server)
         return ModelFiles(folder=folder, renderer=Renderer.load(folder, model.name))

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,24 +146,18 @@ def _server(config: EngineConfig) -> ModelServer:
     return ModelServer(config.url, api_key=read_key(config.api_key_env, os.environ), retry_s=config.retry_s)
 
 
-def import_embedded() -> None:
-    """Raise an error that names what is missing if the embedded engine cannot be imported."""
-    try:
-        from dockyard.engine import weights
-        from dockyard.engine.embedded import engine
-
-        del engine, weights
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("dockyard"):
-            raise
-        raise DockyardError(
-            f"the embedded engine needs `{error.name}`, which is not installed",
-            hint="`pip install 'dockyard[train]'`, or `--engine.type vllm --engine.url ...`",
-        ) from error
+def check_embedded() -> None:
+    """Raise an error that names what is missing if the embedded engine cannot be imported. Importing takes seconds."""
+    for name in ("torch", "transformers", "peft"):
+        if find_spec(name) is None:
+            raise DockyardError(
+                f"the embedded engine needs `{name}`, which is not installed",
+                hint="`pip install 'dockyard[train]'`, or `--engine.type vllm --engine.url ...`",
+            )
 
 
 async def _load_embedded(config: EngineConfig, model: ModelConfig, model_dir: Path) -> Engine:
-    import_embedded()
+    check_embedded()
     from dockyard.engine.embedded.engine import TransformersEngine
     from dockyard.engine.weights import load_model
 
