@@ -1,6 +1,7 @@
 """Load what a run file names as `module:name`: a function or class of the user's, checked before it is used.
 
-The current folder is searched first, then the installed packages, so that a file beside the run file is enough.
+The module is searched in the current folder first, then among the installed packages. The folder of the run file is not
+searched: a resumed run has no run file.
 """
 
 import difflib
@@ -85,8 +86,8 @@ def _import(name: str, reference: str, setting: str) -> ModuleType:
             raise _broken(error, name, reference, setting) from error
         raise UsageError(
             f"`{setting}` is `{reference}`, but there is no module `{error.name}`",
-            hint=f"it is searched in `{os.getcwd()}` and among the installed packages; "
-            f"`python -c 'import {name}'` must work there",
+            hint=f"it is searched in the current folder, `{os.getcwd()}`, then among the installed packages: "
+            f"`cd` to the folder that holds `{error.name.partition('.')[0]}`, or add that folder to `PYTHONPATH`",
         ) from error
     except Exception as error:
         raise _broken(error, name, reference, setting) from error

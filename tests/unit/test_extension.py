@@ -77,7 +77,19 @@ def test_a_module_that_is_not_there_is_named_with_the_folder_that_was_searched(h
     with pytest.raises(UsageError) as raised:
         load("nowhere.at_all:cut", "grpo.cut")
     assert raised.value.message == "`grpo.cut` is `nowhere.at_all:cut`, but there is no module `nowhere`"
-    assert str(here) in raised.value.hint
+    assert f"in the current folder, `{here}`, then among the installed packages" in raised.value.hint
+
+
+def test_a_module_in_another_folder_is_found_from_there_or_by_pythonpath(here: Path, monkeypatch: pytest.MonkeyPatch):
+    (here / "sub").mkdir()
+    write(here / "sub", "def cut(text, length): return 1")
+    with pytest.raises(UsageError) as raised:
+        load("my_extension:cut", "grpo.cut")
+    assert raised.value.hint.endswith(
+        "`cd` to the folder that holds `my_extension`, or add that folder to `PYTHONPATH`"
+    )
+    monkeypatch.chdir(here / "sub")
+    assert load("my_extension:cut", "grpo.cut")("", 0) == 1
 
 
 def test_a_module_that_lacks_a_package_says_which(here: Path):
