@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dockyard.errors import DockyardError, StopRun, UsageError
-from dockyard.extension import REFERENCE, load_class, load_methods
+from dockyard.extension import REFERENCE, RESTART, load_class, load_methods
 from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.run_dir.paths import EVAL, ROLLOUTS, step_of
 from dockyard.types import Group, Rollout
@@ -84,7 +84,7 @@ class _Instance:
     def _failed(self, name: str, error: Exception) -> None:
         what = f"callback `{self.reference}.{name}` failed: {type(error).__name__}: {error}{self._place(error)}"
         if getattr(self.wrapped, "stop_on_error", False):
-            hint = "correct it, then `--resume` the run; without `stop_on_error` the run would continue"
+            hint = f"correct it, then `--resume` the run ({RESTART}); without `stop_on_error` the run would continue"
             raise DockyardError(what, hint=hint) from error
         self.failures[name] += 1
         if self.failures[name] == 1:

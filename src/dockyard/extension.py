@@ -19,6 +19,8 @@ from dockyard.errors import DockyardError, UsageError
 
 REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """`module:name`, as a regular expression."""
+RESTART = "in a notebook, restart the Python process first, which otherwise keeps the module as it was imported"
+"""A part of hints to fix a module."""
 
 
 def load(reference: str, setting: str) -> Any:
@@ -173,5 +175,5 @@ def failed_call(error: Exception, reference: str, setting: str, about: str) -> D
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return DockyardError(
         f"`{setting}` is `{reference}`, which failed on {about}: {type(error).__name__}: {error}{place}",
-        hint="fix the function, then `--resume` the run: what was recorded is kept",
+        hint=f"fix the function, then `--resume` the run: what was recorded is kept ({RESTART})",
     )

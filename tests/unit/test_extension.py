@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dockyard.errors import UsageError
-from dockyard.extension import load, load_function, load_methods
+from dockyard.extension import failed_call, load, load_function, load_methods
 
 
 def shorten(text: str, length: int) -> str:
@@ -144,3 +144,16 @@ def test_a_wrong_class_is_answered_with_what_it_should_define(here: Path, code: 
         load_methods("my_extension:L", "callbacks", Listener, optional=True)
     assert says in raised.value.message
     assert raised.value.hint
+
+
+def test_a_function_that_failed_is_fixed_after_a_restart_of_the_process(here: Path):
+    write(here, "def cut(text, length): return 1 / 0")
+    cut = load_function("my_extension:cut", "grpo.cut", shorten)
+    with pytest.raises(ZeroDivisionError) as raised:
+        cut("", 0)
+    error = failed_call(raised.value, "my_extension:cut", "grpo.cut", "a text")
+    assert error.message.endswith(f"failed on a text: ZeroDivisionError: division by zero ({here}/my_extension.py:1)")
+    assert "`--resume` the run" in error.hint
+    assert "in a notebook, restart the Python process first" in error.hint
+    write(here, "def cut(text, length): return 1")
+    assert load_function("my_extension:cut", "grpo.cut", shorten) is cut  # hence the hint
