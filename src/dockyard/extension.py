@@ -29,12 +29,19 @@ def load(reference: str, setting: str) -> Any:
     module = _import(module_name, reference, setting)
     if name in vars(module):
         return vars(module)[name]
-    near = difflib.get_close_matches(name, vars(module), 1)
-    public = [known for known in vars(module) if not known.startswith("_")]
+    where = _file_of(module) or module_name  # modules of the interpreter and folders of modules have no file
     raise UsageError(
-        f"`{setting}` is `{reference}`, but `{module.__file__}` defines no `{name}`",
-        hint=f"did you mean `{module_name}:{near[0]}`?" if near else f"it defines {', '.join(public) or 'nothing'}",
+        f"`{setting}` is `{reference}`, but `{where}` defines no `{name}`", hint=_names_hint(module, name)
     )
+
+
+def _names_hint(module: ModuleType, name: str) -> str:
+    if near := difflib.get_close_matches(name, vars(module), 1):
+        return f"did you mean `{module.__name__}:{near[0]}`?"
+    if "__path__" in vars(module) and not _file_of(module):
+        return f"it is a folder: name one of its modules, as in `{module.__name__}.MODULE:{name}`"
+    public = [known for known in vars(module) if not known.startswith("_")]
+    return f"it defines {', '.join(public) or 'nothing'}"
 
 
 def load_function[**P, T](reference: str, setting: str, like: Callable[P, T]) -> Callable[P, T]:
@@ -51,7 +58,50 @@ def load_methods(
 
     `kwargs` are the keyword arguments of its constructor, which the setting `kwargs` of the same section holds.
     """
-    return _instance(load_class(reference, setting, like, optional=optional), reference, setting, kwargs)
+    kind = check_methods(reference, setting, like, optional=optional, kwargs=kwargs)
+    return create(kind, reference, setting, **(kwargs or {}))
+
+
+def check_methods(
+    reference: str, setting: str, like: type, *, optional: bool = False, kwargs: Mapping[str, Any] | None = None
+) -> type[Any]:
+    """The class of which `load_methods` returns an instance. Its constructor must accept `kwargs`, but is not called."""
+    kind = load_class(reference, setting, like, optional=optional)
+    if problem := constructor_problem(kind, **(kwargs or {})):
+        if kwargs is None:
+            how, hint = "without arguments", f"give the parameters of `{kind.__name__}.__init__` default values"
+        else:
+            section = f"{setting.rpartition('.')[0]}.kwargs"
+            how, hint = f"with the arguments in `{section}`", f"it is `{_signature(kind, kind.__name__)[4:]}`"
+        raise UsageError(f"`{setting}` is `{reference}`, which cannot be created {how}: {problem}", hint=hint)
+    return kind
+
+
+def constructor_problem(kind: type, /, *arguments: object, **kwargs: object) -> str | None:
+    """Why the constructor does not accept these arguments, or None. It is not called."""
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # inherited from a class that is written in C
+        return None
+    try:
+        signature.bind(*arguments, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def create(kind: type[Any], reference: str, setting: str, /, *arguments: object, **kwargs: object) -> Any:
+    """An instance of the class that `setting` names. Raise UsageError with the line if its constructor fails."""
+    try:
+        return kind(*arguments, **kwargs)
+    except DockyardError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user's
+        raise UsageError(
+            f"`{setting}` is `{reference}`, which cannot be created: {type(error).__name__}: {error}"
+            f"{line_of(error, sys.modules.get(kind.__module__))}",
+            hint=f"correct `{kind.__name__}.__init__` ({RESTART})",
+        ) from error
 
 
 def load_class(reference: str, setting: str, like: type, *, optional: bool = False) -> type[Any]:
@@ -91,11 +141,20 @@ def _import(name: str, reference: str, setting: str) -> ModuleType:
             hint=f"it is searched in the current folder, `{os.getcwd()}`, then among the installed packages: "
             f"`cd` to the folder that holds `{error.name.partition('.')[0]}`, or add that folder to `PYTHONPATH`",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(error, name, reference, setting) from error
 
 
-def _broken(error: Exception, name: str, reference: str, setting: str) -> UsageError:
+def _file_of(module: ModuleType) -> str | None:
+    return vars(module).get("__file__")
+
+
+def _broken(error: BaseException, name: str, reference: str, setting: str) -> UsageError:
+    if isinstance(error, SystemExit):
+        return UsageError(
+            f"`{setting}` is `{reference}`, but importing `{name}` exits: SystemExit: {error}{line_of(error)}",
+            hint="move what a script does below `if __name__ == '__main__':`",
+        )
     return UsageError(
         f"`{setting}` is `{reference}`, but importing `{name}` failed: {type(error).__name__}: {error}",
         hint=f"`python -c 'import {name}'` shows where",
@@ -112,7 +171,14 @@ def _check_call(function: Any, reference: str, setting: str, like: Callable[...,
         raise UsageError(f"`{setting}` is `{reference}`, which must be a plain `{kind}`", hint=f"define `{right}`")
     parameters = list(inspect.signature(like).parameters)
     try:
-        inspect.signature(function).bind(*parameters)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # some functions that are written in C have none
+        raise UsageError(
+            f"`{setting}` is `{reference}`, whose signature cannot be checked: {error}",
+            hint=f"call it in a function of yours: define `{right}`",
+        ) from error
+    try:
+        signature.bind(*parameters)
     except TypeError as error:
         found = _signature(function, reference.rpartition(":")[2].rpartition(".")[2])
         raise UsageError(
@@ -156,19 +222,6 @@ def _outline(like: type, optional: bool) -> str:
     return ("one or more of " if optional else "") + ", ".join(lines)
 
 
-def _instance(kind: type, reference: str, setting: str, kwargs: Mapping[str, Any] | None) -> Any:
-    try:
-        inspect.signature(kind).bind(**(kwargs or {}))
-    except TypeError as error:
-        if kwargs is None:
-            how, hint = "without arguments", f"give the parameters of `{kind.__name__}.__init__` default values"
-        else:
-            section = f"{setting.rpartition('.')[0]}.kwargs"
-            how, hint = f"with the arguments in `{section}`", f"it is `{_signature(kind, kind.__name__)[4:]}`"
-        raise UsageError(f"`{setting}` is `{reference}`, which cannot be created {how}: {error}", hint=hint) from error
-    return kind(**(kwargs or {}))
-
-
 def failed_call(error: Exception, reference: str, setting: str, about: str) -> DockyardError:
     """The error of a run that stops because a user's function raised `error` when it was called about something."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -177,3 +230,10 @@ def failed_call(error: Exception, reference: str, setting: str, about: str) -> D
         f"`{setting}` is `{reference}`, which failed on {about}: {type(error).__name__}: {error}{place}",
         hint=f"fix the function, then `--resume` the run: what was recorded is kept ({RESTART})",
     )
+
+
+def line_of(error: BaseException, module: ModuleType | None = None) -> str:
+    """Where user code that was called here failed: the last line of the module in the traceback, else the last line."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call
+    own = [frame for frame in frames if module and frame.filename == _file_of(module)]
+    return "".join(f" (`{frame.filename}`, line {frame.lineno})" for frame in (own or frames)[-1:])

@@ -257,7 +257,7 @@ def test_a_class_may_derive_from_the_public_one():
         (
             "class C:\n    def __init__(self): 1 / 0\n    def after_group(self, group): ...",
             "cannot be created: ZeroDivisionError: division by zero",
-            "without arguments",
+            "correct `C.__init__`",
         ),
     ],
 )
@@ -281,13 +281,25 @@ def test_a_name_without_a_class_is_refused():
         load_callbacks(["hooks"])
 
 
-def test_a_wrong_class_is_refused_before_a_run_folder_is_made(here: Path, capsys: pytest.CaptureFixture[str]):
-    write("class C:\n    def after_step(self, step): ...")
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("class C:\n    def after_step(self, step): ...", "define `def after_step(self, step: int, metrics"),
+        (
+            "class C:\n    def __init__(self, x): ...\n    def after_step(self, step, metrics): ...",
+            "`my_callbacks:C`, which cannot be created without arguments: missing a required argument: 'x'",
+        ),
+    ],
+)
+def test_a_wrong_class_is_refused_before_a_run_folder_is_made(
+    here: Path, code: str, says: str, capsys: pytest.CaptureFixture[str]
+):
+    write(code)
     for verb in ("train", "rollout", "eval"):
         assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]']) == 2
-        assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
         assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]', "--dry-run"]) == 2
-        assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
     assert not (here / "mine").exists()
 
 

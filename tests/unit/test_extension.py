@@ -104,6 +104,28 @@ def test_a_module_that_fails_says_how(here: Path):
         load("my_extension:cut", "grpo.cut")
 
 
+@pytest.mark.parametrize("exits", ["raise SystemExit(3)", "import sys\nsys.exit(3)"])
+def test_a_module_that_exits_is_an_error_with_its_line(here: Path, exits: str):
+    write(here, exits)
+    with pytest.raises(UsageError, match=rf"exits: SystemExit: 3 \(`{here}/my_extension.py`, line \d\)"):
+        load("my_extension:cut", "grpo.cut")
+
+
+def test_a_module_without_a_file_is_named(here: Path):
+    with pytest.raises(UsageError, match="`grpo.cut` is `sys:foo_bar`, but `sys` defines no `foo_bar`"):
+        load("sys:foo_bar", "grpo.cut")
+    (here / "my_folder").mkdir()
+    with pytest.raises(UsageError, match="but `my_folder` defines no `cut`") as raised:
+        load("my_folder:cut", "grpo.cut")
+    assert raised.value.hint == "it is a folder: name one of its modules, as in `my_folder.MODULE:cut`"
+
+
+def test_a_function_without_a_signature_is_refused():
+    with pytest.raises(UsageError, match="`builtins:max`, whose signature cannot be checked") as raised:
+        load_function("builtins:max", "grpo.cut", shorten)
+    assert raised.value.hint.endswith("define `def max(text: str, length: int) -> str`")
+
+
 def test_a_name_that_is_misspelt_is_answered_with_the_nearest(here: Path):
     write(here, "def cut(text, length): ...")
     with pytest.raises(UsageError) as raised:
@@ -157,3 +179,26 @@ def test_a_function_that_failed_is_fixed_after_a_restart_of_the_process(here: Pa
     assert "in a notebook, restart the Python process first" in error.hint
     write(here, "def cut(text, length): return 1")
     assert load_function("my_extension:cut", "grpo.cut", shorten) is cut  # hence the hint
+
+
+METHODS = "    def heard(self, words): ...\n    def ended(self): ...\n"
+
+
+@pytest.mark.parametrize("fails", ["int('x')", "raise SystemExit(2)"])
+def test_a_constructor_that_fails_is_an_error_with_its_line(here: Path, fails: str):
+    write(here, f"class L:\n    def __init__(self):\n        {fails}\n{METHODS}")
+    with pytest.raises(UsageError) as raised:
+        load_methods("my_extension:L", "callbacks", Listener)
+    assert raised.value.message.startswith("`callbacks` is `my_extension:L`, which cannot be created: ")
+    assert raised.value.message.endswith(f" (`{here}/my_extension.py`, line 3)")
+
+
+def test_a_constructor_may_have_arguments_of_any_name(here: Path):
+    write(here, f"class L:\n    def __init__(self, kind, reference, setting):\n        self.kind = kind\n{METHODS}")
+    given = {"kind": 1, "reference": 2, "setting": 3}
+    assert load_methods("my_extension:L", "tasks.source", Listener, kwargs=given).kind == 1
+
+
+def test_a_class_whose_constructor_has_no_signature_is_created(here: Path):
+    write(here, f"class L(dict):\n{METHODS}")
+    assert load_methods("my_extension:L", "callbacks", Listener) == {}

@@ -165,6 +165,12 @@ def test_ids_limit_and_shares_choose_among_its_tasks(here: Path):
             "cannot be created with the arguments in `tasks.kwargs`: missing a required argument: 'rows'",
             "it is `Tasks(rows: int)`",
         ),
+        (
+            "class Tasks:\n    def __init__(self):\n        1 / 0\n"
+            "    def train(self, folder, seed): ...\n    def heldout(self, folder, seed): ...",
+            "`tasks.source` is `mine:Tasks`, which cannot be created: ZeroDivisionError: division by zero",
+            "correct `Tasks.__init__`",
+        ),
     ],
 )
 @pytest.mark.parametrize("verb", ["rollout", "train"])
