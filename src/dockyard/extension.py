@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +28,12 @@ def load(reference: str, setting: str) -> Any:
     """Return the object that `setting` names. An error says whether the module, the name or the import is wrong."""
     module_name, _, name = reference.partition(":")
     module = _import(module_name, reference, setting)
-    if name in vars(module):
-        return vars(module)[name]
+    try:
+        return getattr(module, name)  # a module may define `__getattr__`
+    except AttributeError:
+        pass
     where = _file_of(module) or module_name  # modules of the interpreter and folders of modules have no file
-    raise UsageError(
-        f"`{setting}` is `{reference}`, but `{where}` defines no `{name}`", hint=_names_hint(module, name)
-    )
+    raise UsageError(f"`{setting}` is `{reference}`, but `{where}` defines no `{name}`", hint=_names_hint(module, name))
 
 
 def _names_hint(module: ModuleType, name: str) -> str:
@@ -65,7 +66,7 @@ def load_methods(
 def check_methods(
     reference: str, setting: str, like: type, *, optional: bool = False, kwargs: Mapping[str, Any] | None = None
 ) -> type[Any]:
-    """The class of which `load_methods` returns an instance. Its constructor must accept `kwargs`, but is not called."""
+    """The class of which `load_methods` returns an instance. Its constructor must accept `kwargs`; it is not called."""
     kind = load_class(reference, setting, like, optional=optional)
     if problem := constructor_problem(kind, **(kwargs or {})):
         if kwargs is None:
@@ -107,25 +108,37 @@ def create(kind: type[Any], reference: str, setting: str, /, *arguments: object,
 def load_class(reference: str, setting: str, like: type, *, optional: bool = False) -> type[Any]:
     """The class that `setting` names, whose methods must be callable as those of `like`.
 
-    With `optional` it may define some of them, at least one; a public method that `like` lacks is then a mistake.
+    With `optional` it may define some of them, at least one. A method whose name looks like one of theirs misspelt is
+    then a mistake; other methods are its own.
     """
     kind = load(reference, setting)
     if not inspect.isclass(kind):
         raise UsageError(
             f"`{setting}` is `{reference}`, which is not a class", hint=f"it must define {_outline(like, optional)}"
         )
-    expected = _methods(like)
-    found = {name: method for name, method in _methods(kind).items() if name in expected}
-    unknown = [name for name in _methods(kind) if name not in expected]
-    if (optional and (unknown or not found)) or (not optional and expected.keys() - found.keys()):
-        missing = sorted(expected.keys() - found.keys())
-        what = f"`{unknown[0]}` is not one of its methods" if optional and unknown else f"it lacks {', '.join(missing)}"
+    expected, methods = _methods(like), _methods(kind)
+    missing = sorted(expected.keys() - methods.keys())
+    problem = _misspelt(methods, expected) if optional else None
+    if not problem and missing and (not optional or len(missing) == len(expected)):
+        problem = f"it lacks {', '.join(missing)}"
+    if problem:
         raise UsageError(
-            f"`{setting}` is `{reference}`: {what}", hint=f"such a class defines {_outline(like, optional)}"
+            f"`{setting}` is `{reference}`: {problem}", hint=f"such a class defines {_outline(like, optional)}"
         )
-    for name, method in found.items():
-        _check_call(method, f"{reference}.{name}", setting, expected[name])
+    for name in filter(methods.__contains__, expected):
+        has_self = not isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
+        _check_call(methods[name], f"{reference}.{name}", setting, expected[name], skip=0 if has_self else 1)
     return kind
+
+
+def _misspelt(methods: Collection[str], expected: Collection[str]) -> str | None:
+    """The problem of a method that looks like an expected one: the same first word, or almost the same name."""
+    first_words = tuple({f"{name.partition('_')[0]}_" for name in expected if "_" in name})
+    for name in methods:
+        near = difflib.get_close_matches(name, expected, 1, cutoff=0.8)
+        if name not in expected and (near or name.startswith(first_words)):
+            return f"`{name}` is not a callback" + (f"; did you mean `{near[0]}`?" if near else "")
+    return None
 
 
 def _import(name: str, reference: str, setting: str) -> ModuleType:
@@ -161,15 +174,20 @@ def _broken(error: BaseException, name: str, reference: str, setting: str) -> Us
     )
 
 
-def _check_call(function: Any, reference: str, setting: str, like: Callable[..., Any]) -> None:
-    """Raise an error that shows the right signature unless the function takes the positional arguments of `like`."""
+def _check_call(function: Any, reference: str, setting: str, like: Callable[..., Any], *, skip: int = 0) -> None:
+    """Raise an error that shows the right signature unless the function takes the positional arguments of `like`.
+
+    `skip`: the number of its first arguments that the function does not take, such as `self` of a static method.
+    """
     right = _signature(like, reference.rpartition(":")[2].rpartition(".")[2])
+    if inspect.isclass(function):
+        raise UsageError(f"`{setting}` is `{reference}`, which is a class, not a function", hint=f"define `{right}`")
     if not callable(function):
         raise UsageError(f"`{setting}` is `{reference}`, which is not a function", hint=f"define `{right}`")
-    if inspect.iscoroutinefunction(function) != inspect.iscoroutinefunction(like):
-        kind = "async def" if inspect.iscoroutinefunction(like) else "def"
+    if _is_async(function) != _is_async(like):
+        kind = "async def" if _is_async(like) else "def"
         raise UsageError(f"`{setting}` is `{reference}`, which must be a plain `{kind}`", hint=f"define `{right}`")
-    parameters = list(inspect.signature(like).parameters)
+    parameters = list(inspect.signature(like).parameters)[skip:]
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # some functions that are written in C have none
@@ -186,34 +204,47 @@ def _check_call(function: Any, reference: str, setting: str, like: Callable[...,
         ) from error
 
 
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is an `async def`, or an object whose `__call__` is one."""
+    own = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Annotation:
+    """An annotation whose representation is its text, with the short names of types."""
+
+    text: str
+
+    @classmethod
+    def of(cls, annotation: Any) -> Any:
+        if annotation is inspect.Signature.empty:
+            return annotation
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        return cls(re.sub(r"(?:\w+\.)+(?=\w)", "", text))
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def _signature(function: Callable[..., Any], name: str) -> str:
     """Return the signature as in source code, with the short names of types."""
     signature = inspect.signature(function)
-    kind = "async def" if inspect.iscoroutinefunction(function) else "def"
-    words = [
-        f"{parameter.name}: {_short(parameter.annotation)}"
-        if parameter.annotation is not inspect.Parameter.empty
-        else str(parameter)
-        for parameter in signature.parameters.values()
-    ]
-    returns = (
-        "" if signature.return_annotation is inspect.Signature.empty else f" -> {_short(signature.return_annotation)}"
+    shown = signature.replace(
+        parameters=[one.replace(annotation=_Annotation.of(one.annotation)) for one in signature.parameters.values()],
+        return_annotation=_Annotation.of(signature.return_annotation),
     )
-    return f"{kind} {name}({', '.join(words)}){returns}"
-
-
-def _short(annotation: Any) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+    return f"{'async def' if _is_async(function) else 'def'} {name}{shown}"
 
 
 def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """The public methods as attributes of the class: those that are static or of the class are bound to it."""
     return {
-        name: member
+        name: getattr(kind, name)
         for base in reversed(kind.__mro__)
         if base is not object
         for name, member in vars(base).items()
-        if inspect.isfunction(member) and not name.startswith("_")
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, staticmethod | classmethod))
     }
 
 

@@ -248,9 +248,15 @@ def test_a_class_may_derive_from_the_public_one():
         ),
         (
             "class C:\n    def after_stepp(self, step, metrics): ...",
-            "`after_stepp` is not one of its methods",
+            "`after_stepp` is not a callback; did you mean `after_step`?",
             "`def after_step(self, step: int, metrics: Mapping[str, float]) -> None`",
         ),
+        (
+            "class C:\n    def after_epoch(self): ...\n    def after_group(self, group): ...",
+            "`callbacks` is `my_callbacks:C`: `after_epoch` is not a callback",
+            "def after_step(self, step: int",
+        ),
+        ("class C:\n    def afterstep(self): ...", "`afterstep` is not a callback; did you mean `after_step`?", ""),
         ("class C:\n    async def after_group(self, group): ...", "must be a plain `def`", "def after_group"),
         ("class C: ...", "it lacks after_evaluation, after_group", "one or more of"),
         ("def C(): ...", "which is not a class", "def after_rollout(self, rollout: Rollout) -> None"),

@@ -46,7 +46,8 @@ def test_a_file_in_the_current_folder_is_found(here: Path):
         "def cut(a, b): ...",
         "cut = lambda text, length: text",
         "import functools\ndef f(n, text, length): ...\ncut = functools.partial(f, 1)",
-        "class cut:\n    def __init__(self, text, length): ...",
+        "class C:\n    def __call__(self, text, length): ...\ncut = C()",
+        "def __getattr__(name):\n    if name == 'cut': return lambda a, b: a\n    raise AttributeError(name)",
     ],
 )
 def test_whatever_takes_the_arguments_is_taken(here: Path, code: str):
@@ -61,7 +62,15 @@ def test_whatever_takes_the_arguments_is_taken(here: Path, code: str):
         ("def cut(text, length, more): ...", "missing a required argument: 'more'"),
         ("def cut(*, text, length): ...", "too many positional arguments"),
         ("async def cut(text, length): ...", "must be a plain `def`"),
+        ("class C:\n    async def __call__(self, text, length): ...\ncut = C()", "must be a plain `def`"),
+        ("async def cut(text, length): yield text", "must be a plain `def`"),
+        ("class cut:\n    def __init__(self, text, length): ...", "which is a class, not a function"),
         ("cut = 3", "which is not a function"),
+        (
+            "import pathlib\ndef cut(a: pathlib.Path, /, *rest: 'int', key: str, more=1, **kw) -> None: ...",
+            "whose signature is `def cut(a: Path, /, *rest: int, key: str, more=1, **kw) -> None`: missing",
+        ),
+        ("def cut(*, text='a', length): ...", "whose signature is `def cut(*, text='a', length)`: too many"),
     ],
 )
 def test_a_wrong_signature_is_answered_with_the_right_one(here: Path, code: str, says: str):
@@ -138,13 +147,25 @@ def test_a_class_is_created_with_its_methods_checked(here: Path):
     assert load_methods("my_extension:L", "callbacks", Listener).heard(["a"]) == 1
 
 
+@pytest.mark.parametrize("method", ["@staticmethod\n    def heard(words):", "@classmethod\n    def heard(cls, words):"])
+def test_methods_may_be_static_or_of_the_class(here: Path, method: str):
+    write(here, f"class L:\n    {method} return len(words)\n    def ended(self): ...")
+    assert load_methods("my_extension:L", "callbacks", Listener).heard(["a"]) == 1
+
+
+def test_the_signature_of_a_static_method_is_checked(here: Path):
+    write(here, "class L:\n    @staticmethod\n    def heard(self, words): ...\n    def ended(self): ...")
+    with pytest.raises(UsageError, match=r"`def heard\(self, words\)`: missing a required argument: 'words'"):
+        load_methods("my_extension:L", "callbacks", Listener)
+
+
 def test_methods_may_be_inherited(here: Path):
     write(here, "class B:\n    def heard(self, words): return 7\nclass L(B):\n    def ended(self): ...")
     assert load_methods("my_extension:L", "callbacks", Listener).heard([]) == 7
 
 
 def test_some_of_the_methods_are_enough_where_they_are_optional(here: Path):
-    write(here, "class L:\n    def ended(self): ...\n    def _own(self): ...")
+    write(here, "class L:\n    def ended(self): ...\n    def _own(self): ...\n    def helper(self, x): ...")
     load_methods("my_extension:L", "callbacks", Listener, optional=True)
     with pytest.raises(UsageError, match="it lacks heard"):
         load_methods("my_extension:L", "callbacks", Listener)
@@ -153,7 +174,7 @@ def test_some_of_the_methods_are_enough_where_they_are_optional(here: Path):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("class L:\n    def endedd(self): ...", "`endedd` is not one of its methods"),
+        ("class L:\n    def endedd(self): ...", "`endedd` is not a callback; did you mean `ended`?"),
         ("class L: ...", "it lacks ended, heard"),
         ("class L:\n    def heard(self): ...", "my_extension:L.heard`, whose signature is"),
         ("def L(): ...", "which is not a class"),

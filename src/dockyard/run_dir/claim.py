@@ -1,7 +1,7 @@
 """Lock a run folder, claim one for a new run, and delete a run.
 
-The kernel releases the lock when its process ends. The lock file is removed only together with its folder, by the process
-that holds it. A process that locks a removed file tries again, so that no two hold locks on files of the same name.
+The kernel releases the lock when its process ends. The lock file is removed only together with its folder, by the
+process that holds it. A process that locks a removed file tries again, so that no two processes hold the same folder.
 """
 
 import fcntl
