@@ -282,6 +282,13 @@ def test_a_dry_run_checks_the_class_and_creates_no_instance(capsys: pytest.Captu
     assert calls() == []
 
 
+def test_a_class_that_is_not_in_a_list_is_answered_with_how_to_write_one(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--callbacks", "my_callbacks:C", "--dry-run"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "is `my_callbacks:C`; it must be a list" in shown
+    assert """write `callbacks = ["module:Class"]`, or `--callbacks '["module:Class"]'` on the command line""" in shown
+
+
 def test_a_name_without_a_class_is_refused():
     with pytest.raises(UsageError, match="`callbacks` has `hooks`, which is not `module:Class`"):
         load_callbacks(["hooks"])
