@@ -184,7 +184,7 @@ def _carry_out(call: _Call, purpose: Purpose) -> Run:
     if purpose.verb == "eval":
         request = request.for_evaluation(purpose, folder_is_given="run_dir" in call.overrides)
     settings = request.load()
-    check_extensions(settings.config, trains_here=purpose.verb == "train")
+    check_extensions(settings.config, purpose, trains_here=True)
     work = _prepare(settings.config, purpose)
     with open_run(settings, purpose) as run:
         work(run)

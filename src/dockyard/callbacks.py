@@ -3,14 +3,13 @@
 import logging
 import re
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dockyard.errors import DockyardError, StopRun, UsageError
-from dockyard.extension import REFERENCE, load_class, load_methods
+from dockyard.extension import REFERENCE, RESTART, check_methods, line_of, load_methods
 from dockyard.rollout.plan import Attempt, RolloutPlan
 from dockyard.run_dir.paths import EVAL, ROLLOUTS, step_of
 from dockyard.types import Group, Rollout
@@ -82,21 +81,14 @@ class _Instance:
             self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        what = f"callback `{self.reference}.{name}` failed: {type(error).__name__}: {error}{self._place(error)}"
+        what = f"callback `{self.reference}.{name}` failed: {type(error).__name__}: {error}"
+        what += line_of(error, sys.modules.get(type(self.wrapped).__module__))
         if getattr(self.wrapped, "stop_on_error", False):
-            hint = "correct it, then `--resume` the run; without `stop_on_error` the run would continue"
+            hint = f"correct it, then `--resume` the run ({RESTART}); without `stop_on_error` the run would continue"
             raise DockyardError(what, hint=hint) from error
         self.failures[name] += 1
         if self.failures[name] == 1:
             logger.warning("%s; the run continues, and further failures are only counted", what)
-
-    def _place(self, error: Exception) -> str:
-        """The last line of the user's file in the traceback, else its last line."""
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is `call`
-        file = vars(sys.modules[type(self.wrapped).__module__]).get("__file__")
-        own = [frame for frame in frames if frame.filename == file]
-        place = (own or frames)[-1:]
-        return "".join(f" (`{frame.filename}`, line {frame.lineno})" for frame in place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +195,10 @@ def load_callbacks(references: Sequence[str], *, last_recorded: int = -1) -> Run
 
 
 def check_callbacks(references: Sequence[str]) -> None:
-    """Raise UsageError if one of the classes or of their methods is wrong. Creates none of them."""
+    """Raise UsageError if one of the classes, of their constructors or of their methods is wrong. Creates none."""
     for reference in references:
         _check_reference(reference)
-        load_class(reference, _SETTING, Callbacks, optional=True)
+        check_methods(reference, _SETTING, Callbacks, optional=True)
 
 
 def _check_reference(reference: str) -> None:
@@ -217,10 +209,4 @@ def _check_reference(reference: str) -> None:
 
 def _load(reference: str) -> _Instance:
     _check_reference(reference)
-    try:
-        return _Instance(reference, load_methods(reference, _SETTING, Callbacks, optional=True))
-    except DockyardError:
-        raise
-    except Exception as error:  # whatever the constructor raises
-        message = f"`{_SETTING}` has `{reference}`, which cannot be created: {type(error).__name__}: {error}"
-        raise UsageError(message, hint="it is created without arguments when the run starts") from error
+    return _Instance(reference, load_methods(reference, _SETTING, Callbacks, optional=True))

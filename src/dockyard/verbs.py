@@ -139,21 +139,26 @@ def refuse_with_resume(given: Mapping[str, object], *, resume: str, hint: str) -
             raise UsageError(f"`{name}` cannot be combined with `{resume}`", hint=hint)
 
 
-def check_extensions(config: RunConfig, *, trains_here: bool) -> None:
-    """Raise UsageError if a class or function of the user's that the settings name is missing or wrong.
+def check_extensions(config: RunConfig, purpose: Purpose, *, trains_here: bool) -> None:
+    """Raise UsageError if a class or function of the user's that the verb calls is missing or wrong.
 
-    `trains_here`: this process trains the policy, so it calls the functions of `grpo`.
+    Every verb calls the callbacks, the engine and the source of the tasks. Only `train` calls `tasks.order` and the
+    functions of `grpo`. `trains_here` is False if `train` gives the policy to another process, which checks the latter.
     """
     check_callbacks(config.callbacks)
     if config.engine.is_custom:
         from dockyard.engine.custom import check_engine
 
         check_engine(config.engine)
-    if config.tasks.is_custom or config.tasks.order:
-        from dockyard.collect.task_sets import check_task_extensions
+    if config.tasks.is_custom:
+        from dockyard.tasks.sources import find_source
 
-        check_task_extensions(config.tasks)
-    if trains_here:
+        find_source(config.tasks.source).check(config.tasks)
+    if purpose.verb == "train" and config.tasks.order:
+        from dockyard.tasks.order import load_order
+
+        load_order(config.tasks.order)
+    if purpose.verb == "train" and trains_here:
         from dockyard.rl.functions import check_functions
 
         with needs_packages("`grpo.loss`"):

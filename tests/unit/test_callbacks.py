@@ -248,16 +248,22 @@ def test_a_class_may_derive_from_the_public_one():
         ),
         (
             "class C:\n    def after_stepp(self, step, metrics): ...",
-            "`after_stepp` is not one of its methods",
+            "`after_stepp` is not a callback; did you mean `after_step`?",
             "`def after_step(self, step: int, metrics: Mapping[str, float]) -> None`",
         ),
+        (
+            "class C:\n    def after_epoch(self): ...\n    def after_group(self, group): ...",
+            "`callbacks` is `my_callbacks:C`: `after_epoch` is not a callback",
+            "def after_step(self, step: int",
+        ),
+        ("class C:\n    def afterstep(self): ...", "`afterstep` is not a callback; did you mean `after_step`?", ""),
         ("class C:\n    async def after_group(self, group): ...", "must be a plain `def`", "def after_group"),
         ("class C: ...", "it lacks after_evaluation, after_group", "one or more of"),
         ("def C(): ...", "which is not a class", "def after_rollout(self, rollout: Rollout) -> None"),
         (
             "class C:\n    def __init__(self): 1 / 0\n    def after_group(self, group): ...",
             "cannot be created: ZeroDivisionError: division by zero",
-            "without arguments",
+            "correct `C.__init__`",
         ),
     ],
 )
@@ -276,18 +282,37 @@ def test_a_dry_run_checks_the_class_and_creates_no_instance(capsys: pytest.Captu
     assert calls() == []
 
 
+def test_a_class_that_is_not_in_a_list_is_answered_with_how_to_write_one(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *DEMO, "--callbacks", "my_callbacks:C", "--dry-run"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "is `my_callbacks:C`; it must be a list" in shown
+    assert """write `callbacks = ["module:Class"]`, or `--callbacks '["module:Class"]'` on the command line""" in shown
+
+
 def test_a_name_without_a_class_is_refused():
     with pytest.raises(UsageError, match="`callbacks` has `hooks`, which is not `module:Class`"):
         load_callbacks(["hooks"])
 
 
-def test_a_wrong_class_is_refused_before_a_run_folder_is_made(here: Path, capsys: pytest.CaptureFixture[str]):
-    write("class C:\n    def after_step(self, step): ...")
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("class C:\n    def after_step(self, step): ...", "define `def after_step(self, step: int, metrics"),
+        (
+            "class C:\n    def __init__(self, x): ...\n    def after_step(self, step, metrics): ...",
+            "`my_callbacks:C`, which cannot be created without arguments: missing a required argument: 'x'",
+        ),
+    ],
+)
+def test_a_wrong_class_is_refused_before_a_run_folder_is_made(
+    here: Path, code: str, says: str, capsys: pytest.CaptureFixture[str]
+):
+    write(code)
     for verb in ("train", "rollout", "eval"):
         assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]']) == 2
-        assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
         assert main([verb, *DEMO, '--callbacks=["my_callbacks:C"]', "--dry-run"]) == 2
-        assert "define `def after_step(self, step: int, metrics" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
     assert not (here / "mine").exists()
 
 

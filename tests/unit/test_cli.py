@@ -187,6 +187,16 @@ def test_a_failed_run_exits_1_without_a_traceback(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "error: the engine died\nhint: look at [its] log\n"
 
 
+def test_a_run_that_fails_before_its_first_result_leaves_no_folder():
+    error = DockyardError("the engine died", hint="look at its log")
+    assert main(["train", *DEMO, "--run_dir=runs/mine"], run_training=FakeTraining(error)) == 1
+    assert not Path("runs/mine").exists()
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("of the user")
+    assert main(["train", *DEMO, "--run_dir=mine"], run_training=FakeTraining(error)) == 1
+    assert Path("mine/notes.txt").read_text() == "of the user"
+
+
 def test_after_an_engine_that_did_not_start_its_log_is_there_and_the_same_command_begins_anew():
     def training(config: RunConfig, *, run_dir: RunDir) -> None:
         assert not run_dir.paths.engine_log.exists() or run_dir.paths.engine_log.read_text() == "CUDA error"

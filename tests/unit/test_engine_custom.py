@@ -309,6 +309,18 @@ async def test_an_engine_is_opened_with_what_the_run_knows_and_closed_with_it(tm
             pass
 
 
+async def test_a_constructor_that_fails_is_named_with_its_line(tmp_path: Path):
+    write_tiny(tmp_path)
+    config = config_of(f"class E:\n    def __init__(self, setup):\n        1 / 0\n{GENERATE}{PUBLISH}{CLOSE}")
+    with pytest.raises(UsageError) as raised:
+        async with open_engine(replace(spec_of(tmp_path), engine=config)):
+            pass
+    assert raised.value.message == (
+        "`engine.type` is `my_engine:E`, which cannot be created: ZeroDivisionError: division by zero "
+        f"(`{tmp_path}/my_engine.py`, line 3)"
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

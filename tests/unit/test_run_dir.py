@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 
 from dockyard.config import GRPOConfig, RunConfig, TasksConfig
 from dockyard.errors import DockyardError, UsageError
+from dockyard.run_dir.claim import claim_folder, remove_if_empty
 from dockyard.run_dir.durable import append_line, read_lines
 from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
@@ -244,6 +247,29 @@ time.sleep(60)
         process.wait()
     with RunDir.resume(tmp_path / "run") as run:
         assert [parts_of(one.rollout) for one in run.read_rollouts(step_phase(0))] == [parts_of(a_rollout())]
+
+
+def test_a_folder_that_is_removed_and_claimed_at_the_same_time_has_one_holder(tmp_path: Path):
+    paths = RunPaths(tmp_path / "run")
+    holders: list[int] = []
+    num_held: list[int] = []
+
+    def claim_and_remove(me: int) -> None:
+        for _ in range(200):
+            try:
+                lock = claim_folder(paths, overwrite=False)
+            except (DockyardError, OSError):  # another thread holds it, or has just removed the folder
+                continue
+            holders.append(me)
+            time.sleep(0.0005)
+            num_held.append(len(holders))
+            holders.remove(me)
+            remove_if_empty(paths)
+            os.close(lock)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(claim_and_remove, range(6)))
+    assert set(num_held) == {1}
 
 
 def test_a_full_disk_is_an_error_with_a_hint_and_keeps_earlier_lines(tmp_path: Path):

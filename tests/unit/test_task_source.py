@@ -13,12 +13,13 @@ from dockyard.backends.launch import refuse_ignored
 from dockyard.backends.prime_rl.launch import BACKEND as PRIME_RL
 from dockyard.backends.slime.launch import BACKEND as SLIME
 from dockyard.cli import main
-from dockyard.collect.task_sets import check_tasks, task_sets
+from dockyard.collect.task_sets import task_sets
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.run_dir.run import RunDir
+from dockyard.run_dir.run import Purpose, RunDir
 from dockyard.settings.load import load_run_config, written_settings
 from dockyard.trainer.run import run_training
+from dockyard.verbs import check_extensions
 
 SOURCE = """
 from pathlib import Path
@@ -52,6 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     sys.path[:] = path
     sys.modules.pop("mine", None)
+    sys.modules.pop("my_training", None)
 
 
 def create(**tasks: object) -> RunDir:
@@ -165,6 +167,12 @@ def test_ids_limit_and_shares_choose_among_its_tasks(here: Path):
             "cannot be created with the arguments in `tasks.kwargs`: missing a required argument: 'rows'",
             "it is `Tasks(rows: int)`",
         ),
+        (
+            "class Tasks:\n    def __init__(self):\n        1 / 0\n"
+            "    def train(self, folder, seed): ...\n    def heldout(self, folder, seed): ...",
+            "`tasks.source` is `mine:Tasks`, which cannot be created: ZeroDivisionError: division by zero",
+            "correct `Tasks.__init__`",
+        ),
     ],
 )
 @pytest.mark.parametrize("verb", ["rollout", "train"])
@@ -248,6 +256,22 @@ def test_a_dry_run_checks_the_class_and_the_function(capsys: pytest.CaptureFixtu
     assert "`tasks.order` is `mine:order`, but" in capsys.readouterr().err
 
 
+def test_a_verb_loads_only_what_it_calls(capsys: pytest.CaptureFixture[str]):
+    Path("my_training.py").write_text("from pathlib import Path\nPath('loaded').touch()\n")
+    words = ["--dry-run", "--tasks.source=demo"]
+    functions = ["--tasks.order=my_training:order", "--grpo.advantage=my_training:f", "--grpo.reward=my_training:f"]
+    for verb in ("rollout", "eval"):
+        assert main([verb, *words, *functions, "--grpo.loss=my_training:f"]) == 0
+        assert not Path("loaded").exists()
+        assert main([verb, *words[:1], "--tasks.source=mine:Missing"]) == 2
+        assert main([verb, *words, "--engine.type=mine:Missing"]) == 2
+        assert main([verb, *words, '--callbacks=["mine:Missing"]']) == 2
+        assert capsys.readouterr().err.count("defines no `Missing`") == 3
+    for function in functions:
+        assert main(["train", *words, function]) == 2
+    assert capsys.readouterr().err.count("my_training.py` defines no") == 3
+
+
 @pytest.mark.parametrize("backend", [SLIME, PRIME_RL], ids=["slime", "prime-rl"])
 def test_backends_take_a_source_and_refuse_an_order(backend):
     words = ["--tasks.source=mine:Tasks", "--tasks.kwargs.count=3"]
@@ -267,9 +291,9 @@ def test_backends_take_a_source_and_refuse_an_order(backend):
 )
 def test_a_wrong_order_is_refused_with_the_right_signature(code: str, message: str):
     Path("mine.py").write_text(f"{SOURCE}\n{code}\n")
-    config = {"source": "mine:Tasks", "order": "mine:order"}
+    config = RunConfig.model_validate({"tasks": {"source": "mine:Tasks", "order": "mine:order"}})
     with pytest.raises(UsageError) as raised:
-        check_tasks(RunConfig.model_validate({"tasks": config}))
+        check_extensions(config, Purpose(verb="train"), trains_here=False)
     assert message in raised.value.message
     if "defines no" not in message:
         assert raised.value.hint == (

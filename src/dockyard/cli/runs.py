@@ -101,7 +101,7 @@ def carry_out(
 ) -> int:
     """Prepare the work, open the run folder, do the work, and show the result. Return the exit code."""
     config = settings.config
-    check_extensions(config, trains_here=purpose.verb == "train" and given.run_training is None)
+    check_extensions(config, purpose, trains_here=given.run_training is None)
     if given.flags.dry_run:
         print_data(config.model_dump_json(indent=2) + "\n" if given.flags.json else to_toml(config))
         return 0

@@ -6,11 +6,10 @@ held-out tasks. A resumed run reads both.
 
 from dataclasses import dataclass
 
-from dockyard.config import RunConfig, TasksConfig
+from dockyard.config import RunConfig
 from dockyard.errors import DockyardError
 from dockyard.run_dir.run import RunDir
 from dockyard.tasks.folder import load_tasks
-from dockyard.tasks.order import load_order
 from dockyard.tasks.sources import SourceRequest, find_source
 from dockyard.tasks.split import read_split, split_tasks, write_split
 from dockyard.types import Task
@@ -26,19 +25,9 @@ class TaskSets:
 
 def check_tasks(config: RunConfig) -> None:
     """Raise the errors that can be found before the run's folder is created."""
-    check_task_extensions(config.tasks)
-    if not config.tasks.is_custom:
-        find_source(config.tasks.source).check(config.tasks)
+    find_source(config.tasks.source).check(config.tasks)
     if config.tasks.heldout:
         load_tasks(config.tasks.heldout)
-
-
-def check_task_extensions(tasks: TasksConfig) -> None:
-    """Load the user-defined source and order that the settings name, and check their signatures."""
-    if tasks.is_custom:
-        find_source(tasks.source).check(tasks)
-    if tasks.order:
-        load_order(tasks.order)
 
 
 def task_sets(run: RunDir) -> TaskSets:

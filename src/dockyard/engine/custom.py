@@ -5,7 +5,6 @@ that a mistake in the class is an error that names it, not a policy that is trai
 """
 
 import asyncio
-import inspect
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from dockyard.config import EngineConfig
 from dockyard.engine.protocol import ContextOverflow, CustomEngine, EngineSetup, GenerateRequest, Generation
 from dockyard.engine.remote_engine import NO_LOGPROB
 from dockyard.errors import DockyardError, EngineError, UsageError
-from dockyard.extension import load_class
+from dockyard.extension import constructor_problem, create, load_class
 from dockyard.types import Finish, IntArray
 
 _SETTING = "engine.type"
@@ -46,14 +45,12 @@ def check_engine(config: EngineConfig) -> None:
 def _load(config: EngineConfig) -> type[Any]:
     """Load the class, and check that it can be created with `engine.kwargs`."""
     kind = load_class(config.type, _SETTING, CustomEngine)
-    try:
-        inspect.signature(kind).bind("setup", **config.kwargs)
-    except TypeError as error:
+    if problem := constructor_problem(kind, "setup", **config.kwargs):
         given = "".join(f", {name}=..." for name in config.kwargs)
         raise UsageError(
-            f"`{_SETTING}` is `{config.type}`, which cannot be created as `{kind.__name__}(setup{given})`: {error}",
+            f"`{_SETTING}` is `{config.type}`, which cannot be created as `{kind.__name__}(setup{given})`: {problem}",
             hint="define `def __init__(self, setup: EngineSetup, ...)`; its other arguments are `engine.kwargs`",
-        ) from error
+        )
     return kind
 
 
@@ -92,8 +89,7 @@ async def open_custom(
 ) -> "CheckedEngine":
     """Create the engine that `engine.type` names, and check it with a few generations of one token."""
     kind = _load(config)
-    with _naming(f"{config.type}.__init__"):
-        made: CustomEngine = kind(setup, **config.kwargs)
+    made: CustomEngine = create(kind, config.type, _SETTING, setup, **config.kwargs)
     engine = CheckedEngine(made, config.type, context_length=setup.context_length, vocab_size=vocab_size)
     try:
         await _check_sampling(engine, probe_ids)

@@ -1,7 +1,7 @@
 """Lock a run folder, claim one for a new run, and delete a run.
 
-The kernel releases the lock when its process ends. The lock file is never removed: that would let two processes hold
-locks on two files of the same name.
+The kernel releases the lock when its process ends. The lock file is removed only together with its folder, by the
+process that holds it. A process that locks a removed file tries again, so that no two processes hold the same folder.
 """
 
 import fcntl
@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from dockyard.errors import DockyardError, UsageError
@@ -55,6 +56,14 @@ def delete_run(paths: RunPaths, *, keep: Collection[Path] = ()) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_if_empty(paths: RunPaths) -> None:
+    """Remove the folder of a deleted run if it holds nothing but the lock, which this process holds."""
+    if list(paths.root.iterdir()) == [paths.lock]:
+        paths.lock.unlink()
+        with suppress(OSError):  # another process has claimed it by now
+            paths.root.rmdir()
+
+
 def take_lock(path: Path) -> int:
     """Lock the file and return its descriptor. Closing the descriptor releases the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -67,6 +76,16 @@ def take_lock(path: Path) -> int:
             f"`{path.parent}` is in use by process {holder or '(unknown)'}",
             hint="wait for it or stop it, or choose another `--run_dir`",
         ) from None
+    if not _is_at(path, descriptor):  # its holder removed it after it was opened here
+        os.close(descriptor)
+        return take_lock(path)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -25,7 +25,7 @@ from pydantic_core import to_json
 from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.checkpoints import Checkpoint, Checkpoints, HeldoutScore
-from dockyard.run_dir.claim import claim_folder, delete_run, take_lock
+from dockyard.run_dir.claim import claim_folder, delete_run, remove_if_empty, take_lock
 from dockyard.run_dir.durable import append_line, disk_errors, read_lines, remove_drafts, write_atomically
 from dockyard.run_dir.paths import EVAL, EVAL_AFTER, EVAL_BEFORE, ROLLOUTS, RunPaths, eval_phase, step_phase
 from dockyard.run_dir.records import RecordedRollout, from_line, to_line
@@ -152,6 +152,7 @@ class RunDir:
         paths = self.paths
         if not any(path for folder in (paths.rollouts, paths.trials, paths.checkpoints) for path in folder.iterdir()):
             delete_run(paths, keep=[paths.engine_log])
+            remove_if_empty(paths)
 
     def close(self) -> None:
         """Release the folder for other processes. Further calls have no effect."""

@@ -23,6 +23,8 @@ _EXPECTED = {
     "path": "a path",
     "model": "a section",
 }
+_EXAMPLES = {"callbacks": '["module:Class"]'}
+"""Settings whose syntax an error about their type shows."""
 _ABOUT_TYPE = ("_type", "_parsing", "_parsing_size", "_from_float")
 _ABOUT_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _PATTERNS = {
@@ -78,6 +80,8 @@ def explain(kind: type[Config], details: ErrorDetails, spell: Callable[[str], st
     hint = f"`{key}`: {one_line(field.description)}" if field and field.description else list_hint(kind)
     is_of_field = details["type"].endswith(_ABOUT_TYPE) or details["type"] in _ABOUT_RANGE
     expected = expected_text(field) if field and is_of_field else _expected(details)
+    if key in _EXAMPLES and details["type"].endswith("_type"):
+        hint = f"write `{key} = {_EXAMPLES[key]}`, or `--{key} '{_EXAMPLES[key]}'` on the command line; {hint}"
     return SettingProblem(f"{spell(key)} is {_shown(details['input'])}; it must be {expected}", hint)
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dockyard.config import TasksConfig
 from dockyard.errors import DockyardError, UsageError
-from dockyard.extension import failed_call, load_methods
+from dockyard.extension import RESTART, failed_call, load_methods
 from dockyard.run_dir.durable import disk_errors, whole_folder, write_atomically
 from dockyard.tasks.duplicates import content_digest
 from dockyard.tasks.folder import WrittenTasks, load_task_folders, load_tasks
@@ -225,7 +225,7 @@ def _provided_tasks(
         raise
     except Exception as error:  # user-defined code
         message = failed_call(error, f"{source}.{side}", "tasks.source", "the tasks of this run").message
-        raise DockyardError(message, hint="fix it, then start the run again") from error
+        raise DockyardError(message, hint=f"fix it, then start the run again ({RESTART})") from error
     paths = [path.absolute() for path in _as_paths(returned, source, side)]
     tasks = load_task_folders(paths)
     places = [path.relative_to(request.folder) if path.is_relative_to(request.folder) else path for path in paths]

@@ -14,7 +14,7 @@ from dockyard.errors import StopRun
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.rl.functions import check_functions
 from dockyard.run_dir.run import RunDir
-from dockyard.tasks.order import with_steps
+from dockyard.tasks.order import load_order, with_steps
 from dockyard.trainer.display import TrainingProgress, Words
 from dockyard.trainer.heldout import Heldout
 from dockyard.trainer.loop import train
@@ -54,6 +54,8 @@ def _prepare(config: RunConfig, run: RunDir, *, remote: bool) -> RunInputs:
     check_trackers(config.tracker)
     check_method(config, remote=remote)
     check_tasks(config)
+    if config.tasks.order:
+        load_order(config.tasks.order)
     check_functions(config.grpo, remote=remote)
     steps = [int(line["step"] or 0) for line in run.read_metrics()]
     callbacks = load_callbacks(config.callbacks, last_recorded=max(steps, default=-1))
