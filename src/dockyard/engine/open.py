@@ -20,6 +20,7 @@ from dockyard.engine.custom import CheckedEngine, ModelLimits, context_length, o
 from dockyard.engine.http import ModelServer, read_key
 from dockyard.engine.openai import URL_HINT, TextEndpoint, connect_openai, probe_endpoint
 from dockyard.engine.protocol import Engine, EngineSetup
+from dockyard.engine.quiet_imports import hide_missing_kernel
 from dockyard.engine.remote_engine import RemoteEngine, ServedModel, adapter_rank
 from dockyard.engine.sglang import SGLangWire, connect_sglang
 from dockyard.engine.vllm import connect_vllm
@@ -147,6 +148,7 @@ def _server(config: EngineConfig) -> ModelServer:
 
 def import_embedded() -> None:
     """Raise an error that names what is missing if the embedded engine cannot be imported."""
+    hide_missing_kernel()
     try:
         from dockyard.engine import weights
         from dockyard.engine.embedded import engine
