@@ -13,10 +13,17 @@ _MAX_SHOWN = 60
 
 def path_argument(name: str, value: object, *, hint: str) -> Path:
     """Return the argument as a path. It must be text or path-like, and not empty."""
-    text = os.fspath(cast(str, value)) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(text, str) or not text:
+    text = _path_text(value)
+    if not text:
         raise argument_error(name, value, "a path", hint=hint)
     return Path(text)
+
+
+def _path_text(value: object) -> str | None:
+    if not isinstance(value, str | os.PathLike):
+        return None
+    text = os.fspath(cast(str | os.PathLike[str], value))
+    return text if isinstance(text, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def optional_path(name: str, value: object, *, hint: str) -> Path | None:
