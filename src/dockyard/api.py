@@ -1,13 +1,14 @@
 """The functions of `import dockyard`: the same work as the commands, from Python.
 
 Each call blocks until the work is done and returns the run. It works in any thread, also while an event loop is
-running, as in a notebook. Errors are `DockyardError` with a message and a hint.
+running, as in a notebook. Errors are `DockyardError` with a message and a hint. Hints name the flags of the command
+line; the arguments of the functions have the same names: `--overwrite` is `overwrite=True`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dockyard import process
 from dockyard.collect.harbor_env_vars import harbor_environment
@@ -15,6 +16,14 @@ from dockyard.config import RunConfig
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.reader import Run, load_run
 from dockyard.run_dir.resume import Purpose, SplitName
+from dockyard.settings.arguments import (
+    argument_error,
+    choice_argument,
+    count_argument,
+    flag_argument,
+    optional_path,
+    path_argument,
+)
 from dockyard.settings.overrides import Overrides, value_overrides
 from dockyard.verbs import (
     RunRequest,
@@ -68,8 +77,8 @@ def run_rollouts(
     `num_tasks` limits the tasks to the first ones. `harbor_cli` makes each rollout with a `harbor run` command. The
     other arguments are those of `train`.
     """
-    if num_tasks is not None and num_tasks < 1:
-        raise UsageError(f"`num_tasks` is {num_tasks}; it must be at least 1", hint="`None` takes every task")
+    num_tasks = count_argument("num_tasks", num_tasks, hint="`num_tasks=None` takes every task")
+    harbor_cli = flag_argument("harbor_cli", harbor_cli)
     call = _Call(function="run_rollouts", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
     return _run(call, Purpose(verb="rollout", num_tasks=num_tasks, harbor_cli=harbor_cli))
 
@@ -93,8 +102,10 @@ def evaluate(
     as `Run.adapter`. Unless `run_dir` is a keyword argument, the run folder is that of the settings with `-eval`
     appended. The other arguments are those of `train`.
     """
+    choice_argument("split", split, get_args(SplitName.__value__))
+    folder = optional_path("adapter", adapter, hint="name the folder of a LoRA adapter, e.g. `adapter=run.adapter`")
     call = _Call(function="evaluate", config=config, overrides=overrides, resume=resume, overwrite=overwrite)
-    return _run(call, evaluation_purpose(split, Path(adapter) if adapter else None))
+    return _run(call, evaluation_purpose(split, folder))
 
 
 def convert_job(
@@ -113,6 +124,9 @@ def convert_job(
 
     Raise DockyardError if nothing could be converted; then no file is written.
     """
+    source = path_argument("path", path, hint='name a folder or a file, e.g. `convert_job("jobs/NAME")`')
+    target = optional_path("output", output, hint='name a file, e.g. `output="samples.jsonl"`')
+    flag_argument("text", text)
     with harbor_environment():
         from dockyard.convert.read import read_trials
         from dockyard.convert.report import ConversionReport
@@ -125,14 +139,14 @@ def convert_job(
         renderer = load_renderer(tokenizer) if tokenizer is not None else None
         report, numbers = ConversionReport(), SampleNumbers()
         samples: list[Sample] = []
-        for attempt in read_trials(Path(path), renderer, exact=not text):
+        for attempt in read_trials(source, renderer, exact=not text):
             report.add(attempt)
             samples += converted_samples(attempt, numbers, renderer)
         if not report.converted:
             hint = "`tokenizer=MODEL` converts attempts without token ids" if tokenizer is None else "check the path"
             raise DockyardError(f"nothing in `{path}` could be converted:\n{report.table()}", hint=hint)
-        if output is not None:
-            with open_writer(Path(output)) as writer:
+        if target is not None:
+            with open_writer(target) as writer:
                 for sample in samples:
                     writer.write(sample)
         return samples
@@ -150,19 +164,28 @@ class _Call:
 
     def request(self, purpose: Purpose) -> RunRequest:
         """Return the run to start or to resume. Raise UsageError if an argument contradicts `resume`."""
+        overwrite = flag_argument("overwrite", self.overwrite)
+        resume = optional_path("resume", self.resume, hint="name the folder of the run to continue")
         overrides = value_overrides(RunConfig, self.overrides, f"in the arguments of `{self.function}`")
-        if self.resume is not None:
+        if resume is not None:
             self._refuse_with_resume(purpose)
-            return RunRequest(resume=Path(self.resume), overrides=overrides)
+            return RunRequest(resume=resume, overrides=overrides)
         toml, given = self._source()
         both = Overrides((*given.patches, *overrides.patches), (*given.problems, *overrides.problems))
-        return RunRequest(toml=toml, overrides=both, overwrite=self.overwrite)
+        return RunRequest(toml=toml, overrides=both, overwrite=overwrite)
 
     def _source(self) -> tuple[Path | None, Overrides]:
         """Return the file of settings, or the settings that were passed instead of one."""
+        example = f'`{self.function}("run.toml", steps=3)`'
+        if self.config is None:
+            return None, Overrides()
         if isinstance(self.config, Path | str):
-            return Path(self.config), Overrides()
-        given = self.config.model_dump(exclude_unset=True) if isinstance(self.config, RunConfig) else self.config or {}
+            return path_argument("config", self.config, hint=example), Overrides()
+        given = self.config.model_dump(exclude_unset=True) if isinstance(self.config, RunConfig) else self.config
+        if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise argument_error(
+                "config", given, "a `RunConfig`, a dict of settings, or the path of a TOML file", hint=example
+            )
         return None, value_overrides(RunConfig, given, f"in the `config` of `{self.function}`")
 
     def _refuse_with_resume(self, purpose: Purpose) -> None:

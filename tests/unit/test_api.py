@@ -2,12 +2,16 @@
 
 import ast
 import asyncio
+import contextlib
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import dockyard
 from dockyard import process
 from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrainerConfig
 from dockyard.convert.sample_files import read_samples
+from dockyard.engine.open import import_embedded
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import EVAL_BEFORE, Purpose, RunDir, step_phase
 from dockyard.settings.load import load_run_config
@@ -30,8 +35,8 @@ from dockyard.settings.messages import SettingsError
 from dockyard.settings.overrides import Overrides, value_overrides
 from dockyard.tasks.generated import write_demo_tasks
 from dockyard.types import Blame, Failure, Rollout, Segment
+from dockyard.verbs import load_training
 
-FUNCTIONS = ("convert_job", "evaluate", "load_run", "run_rollouts", "train")
 ORACLE: dict[str, Any] = {"tasks": {"source": "demo"}, "agent": {"name": "oracle"}}
 deprecated = pytest.mark.filterwarnings("ignore:.*checksum.*:DeprecationWarning")
 
@@ -52,9 +57,9 @@ def test_importing_dockyard_loads_no_heavy_package():
     assert python(f"import sys, dockyard; print(sorted({heavy!r} & set(sys.modules)))") == "[]\n"
 
 
-def test_the_functions_keep_their_names_when_every_module_is_imported():
+def test_the_functions_can_be_called_when_every_module_is_imported():
     """A module of the same name would replace the function as soon as something imports it."""
-    code = f"""
+    code = """
 import importlib, pkgutil, dockyard
 for module in pkgutil.walk_packages(dockyard.__path__, "dockyard."):
     if module.name.endswith("__main__"):
@@ -64,11 +69,26 @@ for module in pkgutil.walk_packages(dockyard.__path__, "dockyard."):
     except ImportError as error:  # of an extra that is not installed
         if (error.name or "dockyard").startswith("dockyard"):
             raise
-for name in {FUNCTIONS!r}:
-    print(name, type(getattr(dockyard, name)).__name__, getattr(dockyard, name).__module__)
+
+def message_of(call):
+    try:
+        call()
+    except dockyard.DockyardError as error:
+        return error.message
+
+print(message_of(lambda: dockyard.train(stepz=1)))
+print(message_of(lambda: dockyard.run_rollouts(stepz=1)))
+print(message_of(lambda: dockyard.evaluate(stepz=1)))
+print(message_of(lambda: dockyard.convert_job("nowhere")))
+print(message_of(lambda: dockyard.load_run("nowhere")))
 """
-    loaded = python(code).splitlines()
-    assert [line.split()[:2] for line in loaded] == [[name, "function"] for name in FUNCTIONS]
+    assert python(code).splitlines() == [
+        "`stepz` in the arguments of `train` is not a setting",
+        "`stepz` in the arguments of `run_rollouts` is not a setting",
+        "`stepz` in the arguments of `evaluate` is not a setting",
+        "`nowhere` does not exist",
+        "`nowhere` holds no run",
+    ]
 
 
 def test_every_public_name_can_be_used_and_is_visible_to_type_checkers():
@@ -128,6 +148,10 @@ def test_every_kind_of_value_arrives_as_it_was_given(tmp_path: Path):
         ({"steps": "many"}, "`steps` {} is `many`; it must be an integer of at least 0"),
         ({"steps": 1.5}, "`steps` {} is `1.5`; it must be an integer of at least 0"),
         ({"steps": None}, "`steps` {} is `none`; it must be an integer of at least 0"),
+        ({"steps": True}, "`steps` {} is `True`; it must be an integer of at least 0"),
+        ({"steps": np.True_}, "`steps` {} is `True`; it must be an integer of at least 0"),
+        ({"agent": {"max_turns": False}}, "`agent.max_turns` {} is `False`; it must be an integer"),
+        ({"trainer.lr": True}, "`trainer.lr` {} is `True`; it must be a number"),
         ({"trainer": 3}, "`trainer` {} is a section, not a setting"),
         ({"tasks.train": ""}, "`tasks.train` {} is empty; it must be a path"),
         ({"agent.kwargs": {"a": None}}, "`agent.kwargs` {} is `{{'a': None}}`; a table cannot hold null"),
@@ -191,11 +215,64 @@ def test_arguments_that_contradict_a_resumed_run_are_refused(tmp_path: Path):
 
 
 def test_a_number_of_tasks_below_1_and_a_folder_without_an_adapter_are_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="`num_tasks` is 0; it must be at least 1"):
+    with pytest.raises(UsageError, match="`num_tasks` is `0`; it must be an integer of at least 1"):
         dockyard.run_rollouts(ORACLE, num_tasks=0)
     with pytest.raises(UsageError, match="has no `adapter_config.json`"):
         dockyard.evaluate(ORACLE, adapter=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda api: api.train(3), "`config` is `3`; it must be a `RunConfig`, a dict of settings, or the path"),
+        (lambda api: api.train(["x"]), "`config` is `['x']`; it must be a `RunConfig`"),
+        (lambda api: api.train(0), "`config` is `0`; it must be a `RunConfig`"),
+        (lambda api: api.train(""), "`config` is empty; it must be a path"),
+        (lambda api: api.train(ORACLE, overwrite="no"), "`overwrite` is `no`; it must be True or False"),
+        (lambda api: api.train(resume=3), "`resume` is `3`; it must be a path"),
+        (lambda api: api.run_rollouts(ORACLE, num_tasks="3"), "`num_tasks` is `3`; it must be an integer of at least"),
+        (lambda api: api.run_rollouts(ORACLE, num_tasks=True), "`num_tasks` is `True`; it must be an integer"),
+        (lambda api: api.run_rollouts(ORACLE, num_tasks=1.5), "`num_tasks` is `1.5`; it must be an integer"),
+        (lambda api: api.run_rollouts(ORACLE, harbor_cli="x"), "`harbor_cli` is `x`; it must be True or False"),
+        (lambda api: api.evaluate(ORACLE, split="trian"), "`split` is `trian`; it must be `heldout` or `train`"),
+        (lambda api: api.evaluate(ORACLE, split=[]), "`split` is `[]`; it must be `heldout` or `train`"),
+        (lambda api: api.evaluate(ORACLE, adapter=3), "`adapter` is `3`; it must be a path"),
+        (lambda api: api.convert_job(3), "`path` is `3`; it must be a path"),
+        (lambda api: api.convert_job("job", output=b"x"), "`output` is `b'x'`; it must be a path"),
+        (lambda api: api.convert_job("job", tokenizer=3), "`tokenizer` is `3`; it must be a model folder"),
+        (lambda api: api.convert_job("job", text="no"), "`text` is `no`; it must be True or False"),
+        (lambda api: api.load_run(3), "`path` is `3`; it must be a path"),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_named_with_its_value(call: Any, message: str, tmp_path: Path):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        call(dockyard)
+    assert caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("load", [import_embedded, load_training])
+def test_a_missing_kernel_of_bitsandbytes_is_not_logged_and_other_logging_stays(
+    load: Callable[[], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """bitsandbytes writes this line on some CPUs as soon as PEFT is imported."""
+    other = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(other, "filters", [])
+    monkeypatch.setitem(sys.modules, "torch", None)  # not needed here, and slow to import
+    line = "Failed to load CPU gemm_4bit_forward from kernels-community: %s."
+    other.warning(line, "before")
+    root = logging.getLogger()
+    before = root.level, list(root.handlers), logging.getLogger("bitsandbytes").level
+    with contextlib.suppress(DockyardError):
+        load()
+    other.warning(line, "after")
+    other.warning("another line")
+    assert (root.level, list(root.handlers), logging.getLogger("bitsandbytes").level) == before
+    with caplog.at_level(logging.DEBUG, logger="dockyard"):
+        other.warning(line, "while debugging")
+    shown = [record.getMessage() for record in caplog.records if record.name == other.name]
+    assert shown == [line % "before", "another line", line % "while debugging"]
 
 
 def a_rollout(attempt: int, reward: float | None) -> Rollout:
@@ -252,9 +329,66 @@ def test_tokens_are_read_when_asked_for_and_one_phase_by_its_name(finished: dock
     rollouts = finished.rollouts("eval-before", tokens=True, as_="arrow")
     expected = {"token_ids": [1, 2], "sampled": [False, True], "logprobs": [0, -0.5], "versions": None}
     assert rollouts["segments"].to_pylist() == [[expected]]
-    assert finished.rollouts("eval-after", as_="arrow").num_rows == 0
-    with pytest.raises(ValueError, match="`eval-befor` is not a phase"):
-        finished.rollouts("eval-befor")
+
+
+@pytest.mark.parametrize("phase", ["eval-befor", "eval-after", "step-99999", "step-x", "stepp", "", "../metrics", 3])
+def test_a_phase_without_rollouts_is_an_error_that_lists_the_phases(finished: dockyard.Run, phase: Any):
+    with pytest.raises(UsageError, match=re.escape(f"`{phase}` is not a phase that `{finished.path}` has")) as caught:
+        finished.rollouts(phase, as_="arrow")
+    assert caught.value.hint == "the phases of this run are `eval-before`, `step-00000`"
+
+
+def test_of_many_phases_the_first_and_the_last_are_listed(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", RunConfig.model_validate(ORACLE)) as run:
+        reader = dockyard.load_run(run.path)
+        with pytest.raises(UsageError) as caught:
+            reader.rollouts("eval")
+        assert caught.value.hint == "the run has recorded no rollouts yet"
+        for step in range(30):
+            run.write_rollout(step_phase(step), a_rollout(0, 1.0))
+    with pytest.raises(UsageError, match="`eval` is not a phase") as caught:
+        reader.rollouts("eval")
+    assert "`step-00000`, `step-00001`, " in caught.value.hint
+    assert caught.value.hint.endswith("`step-00010`, ... `step-00029`")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [("{}", "it has no `step`"), ('{"step": 1, "reward/mean": "x"}', "`reward/mean`: "), ('{"st', "Invalid JSON: ")],
+)
+def test_a_damaged_line_of_metrics_is_an_error_with_its_place(finished: dockyard.Run, line: str, problem: str):
+    file = finished.path / "metrics.jsonl"
+    good = file.read_text().splitlines()
+    file.write_text(f"{good[0]}\n{line}\n{good[1]}\n")
+    with pytest.raises(DockyardError, match=re.escape(f"`{file}` line 2 is not the metrics of a step: {problem}")):
+        finished.metrics(as_="arrow")
+    file.write_text(f"{good[0]}\n{good[1]}\n{line}")  # a process that was killed wrote a part of the last line
+    assert finished.metrics(as_="arrow")["step"].to_pylist() == [0, 1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1} x'])
+def test_a_damaged_summary_is_an_error_with_its_place(finished: dockyard.Run, content: str):
+    file = finished.path / "summary.json"
+    file.write_text(content)
+    with pytest.raises(DockyardError, match=re.escape(f"`{file}` is not the summary of a run: ")) as caught:
+        _ = finished.summary
+    assert "resume the run" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[project]\nname = 'x'\n", "`project` in `{}` is not a setting"),
+        ("steps = 'many'\n", "`steps` in `{}` is `many`"),
+        ("steps = \n", "`{}` is not valid TOML"),
+        ("", "`{}` is empty: the folder holds no run"),
+    ],
+)
+def test_a_folder_whose_settings_are_not_those_of_a_run_is_not_loaded(tmp_path: Path, content: str, problem: str):
+    file = tmp_path / "config.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=re.escape(problem.format(file))):
+        dockyard.load_run(tmp_path)
 
 
 def test_tables_are_data_frames_where_pandas_is_installed(finished: dockyard.Run):

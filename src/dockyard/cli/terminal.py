@@ -59,8 +59,6 @@ def configure_logging(*, debug: bool) -> None:
     )
     logging.getLogger("dockyard").setLevel(logging.DEBUG if debug else logging.INFO)
     if not debug:
-        # It warns at import that a kernel for 4-bit weights on CPUs is missing, whether such weights are used or not.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         for handler in logging.getLogger().handlers:
             handler.addFilter(_is_worth_showing)
 

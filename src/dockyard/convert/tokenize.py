@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dockyard.convert.conversation import Conversation, Converted, without_malformed
 from dockyard.engine.model_dir import find_model
@@ -19,6 +19,7 @@ from dockyard.gateway.protocol import one_system
 from dockyard.gateway.render.renderer import Renderer
 from dockyard.gateway.render.template import TemplateRejectionError
 from dockyard.gateway.token_tree import stitch_turns
+from dockyard.settings.arguments import argument_error
 from dockyard.types import IntArray, Prompt, Rollout, Segment, Turn
 
 
@@ -60,6 +61,7 @@ def _prompt(conversation: Conversation, place: int, before: tuple[int, Turn] | N
     return renderer.prompt(Prompt(messages[:place], tools))
 
 
+@runtime_checkable
 class SavedTokenizer(Protocol):
     """A tokenizer of `transformers`."""
 
@@ -76,6 +78,9 @@ def load_renderer(tokenizer: "Renderer | Path | str | SavedTokenizer") -> Render
         folder = Path(tokenizer).expanduser()
         is_folder = (folder / "tokenizer.json").is_file()  # the weights are not needed
         return Renderer.load(folder if is_folder else find_model(str(tokenizer), weights=False), str(tokenizer))
+    if not isinstance(tokenizer, SavedTokenizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        expected = "a model folder, a name on the Hub, or a tokenizer of `transformers`"
+        raise argument_error("tokenizer", tokenizer, expected, hint='`tokenizer="MODEL"`')
     with tempfile.TemporaryDirectory(prefix="dockyard-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
         return Renderer.load(Path(folder), tokenizer.name_or_path)

@@ -21,6 +21,7 @@ from dockyard.engine.custom import CheckedEngine, ModelLimits, context_length, o
 from dockyard.engine.http import ModelServer, read_key
 from dockyard.engine.openai import URL_HINT, TextEndpoint, connect_openai, probe_endpoint
 from dockyard.engine.protocol import Engine, EngineSetup
+from dockyard.engine.quiet_imports import hide_missing_kernel
 from dockyard.engine.remote_engine import RemoteEngine, ServedModel, adapter_rank
 from dockyard.engine.sglang import SGLangWire, connect_sglang
 from dockyard.engine.vllm import connect_vllm
@@ -158,6 +159,7 @@ def check_embedded() -> None:
 
 async def _load_embedded(config: EngineConfig, model: ModelConfig, model_dir: Path) -> Engine:
     check_embedded()
+    hide_missing_kernel()
     from dockyard.engine.embedded.engine import TransformersEngine
     from dockyard.engine.weights import load_model
 

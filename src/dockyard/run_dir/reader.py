@@ -1,5 +1,6 @@
 """Read a run folder from Python. The run may be finished or still in progress; nothing in the folder is changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,9 @@ from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.paths import RunPaths
 from dockyard.run_dir.run import read_metrics, read_recorded, read_summary, recorded_files
 from dockyard.run_dir.tables import Table, metrics_table, rollouts_table
-from dockyard.settings.load import load_run_config
+from dockyard.settings.arguments import path_argument
+from dockyard.settings.load import SettingsFile, load
+from dockyard.settings.overrides import Overrides, Patch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 type TableKind = Literal["pandas", "arrow"]
+
+_MAX_PHASES = 12
+"""How many phases an error message lists."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Run:
     @cached_property
     def config(self) -> RunConfig:
         """The settings of the run."""
-        return load_run_config(self._paths.config, [f"--run_dir={self.path}"])
+        return _recorded_config(self._paths)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -78,8 +84,12 @@ class Run:
         `phase` selects one phase: `step-00003`, `eval-before`, `eval-00003`, `eval-after`, `rollouts` or `eval`.
         `tokens` adds the column `segments`: token ids, which of them were sampled, log-probabilities and weight
         versions. `as_="arrow"` returns a pyarrow Table instead of a pandas DataFrame.
+
+        Raise UsageError if the run has recorded no rollouts of the phase.
         """
-        files = [self._paths.rollouts_of(phase)] if phase else recorded_files(self.path) or []
+        files = recorded_files(self.path) or []
+        if phase is not None:
+            files = [_file_of(phase, files, self.path)]
         recorded = [rollout for file in files for rollout in read_recorded(file)]
         return _as(as_, rollouts_table(recorded, tokens=tokens), "rollouts")
 
@@ -89,11 +99,38 @@ class Run:
 
 
 def load_run(path: Path | str) -> Run:
-    """Open the folder of a run for reading, while it is in progress or after its end."""
-    folder = Path(path)
+    """Open the folder of a run for reading, while it is in progress or after its end.
+
+    Raise UsageError if the folder holds no run, or if the settings of the run cannot be read.
+    """
+    folder = path_argument("path", path, hint='name the folder of a run, e.g. `load_run("runs/NAME")`')
     if not RunPaths(folder).config.is_file():
         raise UsageError(f"`{folder}` holds no run", hint="`dockyard train RUN.toml` starts one")
-    return Run(folder.absolute())
+    run = Run(folder.absolute())
+    _ = run.config  # a folder of another program is an error here, not a run without results
+    return run
+
+
+def _recorded_config(paths: RunPaths) -> RunConfig:
+    """Read the settings of a run. Rules between settings are not checked: they may be newer than the run."""
+    file = SettingsFile.read(paths.config)
+    if not file.values:
+        hint = "name the folder of a run, which `dockyard train`, `rollout` or `eval` made"
+        raise UsageError(f"`{paths.config}` is empty: the folder holds no run", hint=hint)
+    here = Patch({"run_dir": paths.root}, "run_dir")  # the folder may have been moved
+    return load(RunConfig, file, Overrides((here,)))
+
+
+def _file_of(phase: str, files: Sequence[Path], folder: Path) -> Path:
+    """Return the file of a phase's rollouts. Raise UsageError that lists the phases if there is none."""
+    by_phase = {file.stem: file for file in files}
+    if phase in by_phase:
+        return by_phase[phase]
+    names = [f"`{name}`" for name in by_phase]
+    if len(names) > _MAX_PHASES:
+        names = [*names[: _MAX_PHASES - 1], f"... {names[-1]}"]
+    hint = f"the phases of this run are {', '.join(names)}" if names else "the run has recorded no rollouts yet"
+    raise UsageError(f"`{phase}` is not a phase that `{folder}` has rollouts of", hint=hint)
 
 
 def _as(kind: TableKind, table: Table, name: str) -> "pd.DataFrame | pa.Table":

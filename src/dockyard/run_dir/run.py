@@ -17,9 +17,9 @@ from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from dockyard.config import RunConfig
@@ -58,6 +58,16 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def _with_step(metrics: dict[str, int | float | None]) -> dict[str, int | float | None]:
+    if not isinstance(metrics.get("step"), int):
+        raise ValueError("it has no `step`")
+    return metrics
+
+
+_METRICS = TypeAdapter(Annotated[dict[str, int | float | None], AfterValidator(_with_step)])
+_SUMMARY = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +232,9 @@ class RunDir:
         file = self.paths.metrics
         with self._writing:
             lines = read_lines(file)
-            kept = [old for old in lines if json.loads(old)["step"] < step]  # a crash may have left later ones
-            if len(kept) < len(lines):
+            steps = [recorded["step"] or 0 for recorded in read_metrics(self.paths)]
+            kept = [old for old, made in zip(lines, steps, strict=True) if made < step]
+            if len(kept) < len(lines):  # a crash may have left later ones
                 write_atomically(file, b"".join(old + b"\n" for old in kept))
             append_line(file, line)
 
@@ -274,12 +285,36 @@ def read_recorded(file: Path) -> list[RecordedRollout]:
 
 def read_metrics(paths: RunPaths) -> list[dict[str, float | None]]:
     """Read the metrics of each step of a run. A value that was not finite is None."""
-    return [json.loads(line) for line in read_lines(paths.metrics)]
+    return [_metrics_of(line, f"`{paths.metrics}` line {n}") for n, line in enumerate(read_lines(paths.metrics), 1)]
+
+
+def _metrics_of(line: bytes, place: str) -> dict[str, float | None]:
+    try:
+        return _METRICS.validate_json(line)
+    except ValidationError as error:
+        raise DockyardError(
+            f"{place} is not the metrics of a step: {_first_problem(error)}",
+            hint="remove that line; the table then has no row for its step",
+        ) from error
 
 
 def read_summary(paths: RunPaths) -> dict[str, Any] | None:
     """Read the results of a run, or None if there are none yet."""
-    return json.loads(paths.summary.read_bytes()) if paths.summary.exists() else None
+    if not paths.summary.exists():
+        return None
+    try:
+        return _SUMMARY.validate_json(paths.summary.read_bytes())
+    except ValidationError as error:
+        raise DockyardError(
+            f"`{paths.summary}` is not the summary of a run: {_first_problem(error)}",
+            hint="delete the file and resume the run, which writes it again",
+        ) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    details = error.errors(include_url=False)[0]
+    place = f"`{details['loc'][0]}`: " if details["loc"] else ""
+    return f"{place}{details['msg'].removeprefix('Value error, ')}"
 
 
 def recorded_files(path: Path) -> list[Path] | None:

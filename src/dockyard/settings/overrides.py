@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from dockyard.config import Config
 from dockyard.settings.messages import SettingProblem, list_hint, one_line, unknown_setting
-from dockyard.settings.text import settings_by_key
+from dockyard.settings.text import expected_text, settings_by_key
 
 NO_ALIASES: Mapping[str, str] = {}
 
@@ -187,7 +187,11 @@ def _of_value(kind: type[Config], key: str, value: object, place: str) -> Patch 
     if setting is None or "" in key.split("."):
         return unknown_setting(kind, key, spelled=spelled, prefix="")
     plain = _plain(value)
-    problem = _unusable(known[setting], key, plain, spelled=spelled, shown=value)
+    field = known[setting]
+    if key == setting and isinstance(plain, bool) and _is_number(field):  # validation would read True as 1
+        message = f"{spelled} is `{plain}`; it must be {expected_text(field)}"
+        return SettingProblem(message, f"`{key}`: {one_line(field.description)}")
+    problem = _unusable(field, key, plain, spelled=spelled, shown=value)
     return problem or Patch({key: plain}, key, place)
 
 
@@ -246,6 +250,11 @@ def _members(field: FieldInfo) -> tuple[Any, ...]:
     """The members of a union, or the single type."""
     annotation = field.annotation
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_number(field: FieldInfo) -> bool:
+    members = _members(field)
+    return bool not in members and (int in members or float in members)
 
 
 def _is_table(field: FieldInfo) -> bool:
