@@ -17,7 +17,7 @@ from typing import Protocol
 
 from dockyard.callbacks import check_callbacks, log_stop
 from dockyard.config import RunConfig
-from dockyard.engine.quiet_imports import hide_missing_kernel
+from dockyard.engine.quiet_imports import hide_import_warnings
 from dockyard.errors import DockyardError, StopRun, UsageError
 from dockyard.run_dir.resume import SplitName
 from dockyard.run_dir.run import Purpose, ResumedRun, RunDir, read_purpose
@@ -196,7 +196,7 @@ def load_training() -> RunTraining:
 @contextmanager
 def needs_packages(what: str) -> Generator[None]:
     """Raise DockyardError if the imports in the block need a package that is not installed."""
-    hide_missing_kernel()
+    hide_import_warnings()
     try:
         yield
     except ModuleNotFoundError as error:

@@ -27,7 +27,7 @@ import dockyard
 from dockyard import process
 from dockyard.config import AgentConfig, RunConfig, TasksConfig, TrainerConfig
 from dockyard.convert.sample_files import read_samples
-from dockyard.engine.open import import_embedded
+from dockyard.engine.open import check_embedded
 from dockyard.errors import DockyardError, UsageError
 from dockyard.run_dir.run import EVAL_BEFORE, Purpose, RunDir, step_phase
 from dockyard.settings.load import load_run_config
@@ -252,7 +252,7 @@ def test_an_argument_of_a_wrong_kind_is_named_with_its_value(call: Any, message:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("load", [import_embedded, load_training])
+@pytest.mark.parametrize("load", [check_embedded, load_training])
 def test_a_missing_kernel_of_bitsandbytes_is_not_logged_and_other_logging_stays(
     load: Callable[[], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

